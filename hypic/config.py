@@ -1,0 +1,88 @@
+"""The one typed configuration of the plugin: HYPIC_* variables, set by the CLI's ``--hypic-*`` flags.
+
+SGLang starts its scheduler and detokenizer as separate processes; environment variables are what reaches all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+import msgspec
+
+OFFICIAL_SEPARATOR = "<<PIC_SEP>>"
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+class ConfigError(ValueError):
+    """A ``--hypic-*`` flag or HYPIC_* variable that cannot be used; the text names it and the remedy."""
+
+
+class HypicConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of one server.
+
+    Attributes:
+        enabled: the plugin hooks SGLang only when true (HYPIC_ENABLED, set by ``hypic serve``).
+        seam_window: w, tokens recomputed at the head of each cached segment (DESIGN: seam window).
+        min_segment: segments shorter than this many tokens are plain spans.
+        memory: bytes of the artifact arena; 0 lets the engine choose.
+        separator: cut prompts at this string without a per-request opt-in (clients of the official fork); "" is off.
+        start_check: prove relocation and composition on the loaded model before serving.
+    """
+
+    enabled: bool = False
+    seam_window: int = 8
+    min_segment: int = 64
+    memory: int = 0
+    separator: str = ""
+    start_check: bool = True
+
+    def __post_init__(self) -> None:
+        if self.seam_window < 1:
+            raise ConfigError(f"--hypic-seam-window {self.seam_window}: must be at least 1 token")
+        if self.min_segment < 0:
+            raise ConfigError(f"--hypic-min-segment {self.min_segment}: must not be negative")
+        if self.memory < 0:
+            raise ConfigError(f"--hypic-memory {self.memory}: must not be negative")
+
+    def to_env(self) -> dict[str, str]:
+        """The HYPIC_* variables that :func:`from_env` reads back as this config."""
+        out = {}
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            out["HYPIC_" + name.upper()] = str(int(value)) if isinstance(value, bool) else str(value)
+        return out
+
+
+def parse_bytes(text: str) -> int:
+    """``"512MiB"``, ``"2g"``, ``"1048576"`` -> bytes. Raises ConfigError."""
+    m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?)?b?\s*", text.lower())
+    if not m:
+        raise ConfigError(f"cannot read {text!r} as a size: write for example 512MiB, 2GiB or a number of bytes")
+    return int(float(m.group(1)) * _UNITS[m.group(2) or ""])
+
+
+def from_env(env: Mapping[str, str] = os.environ) -> HypicConfig:
+    """Read HYPIC_*; unset variables keep their defaults. Raises ConfigError naming the variable."""
+    values: dict[str, object] = {}
+    for name in HypicConfig.__struct_fields__:
+        var = "HYPIC_" + name.upper()
+        if var not in env:
+            continue
+        raw, default = env[var], getattr(HypicConfig(), name)
+        try:
+            if isinstance(default, bool):
+                if raw.lower() not in ("0", "1", "true", "false", ""):
+                    raise ConfigError("write 0 or 1")
+                values[name] = raw.lower() in ("1", "true")
+            elif name == "memory":
+                values[name] = parse_bytes(raw)
+            elif isinstance(default, int):
+                values[name] = int(raw)
+            else:
+                values[name] = raw
+        except ValueError as e:
+            raise ConfigError(f"{var}={raw!r}: {e}") from None
+    return HypicConfig(**values)  # type: ignore[arg-type]

@@ -1,0 +1,150 @@
+"""Prompts as spans: what travels from the HTTP process to the scheduler, and the name of a span.
+
+A prompt is a list of spans in natural order. Only the spans that are *not* plain are written down: those that may be
+cached, and those that were asked for but declined. Everything between them is plain.
+
+The wire is ``sampling_params.custom_params``, the one client-visible dictionary that SGLang carries unchanged to the
+scheduler. Its values must be flat (SGLang's msgpack IPC rejects nested lists), hence the ``[start, end, start, ...]``
+lists. The keys are reserved: what a client sends under them is rejected (:func:`reserved_keys`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+RESERVED_PREFIX = "hypic_"
+"""Keys of ``custom_params`` that only the plugin may write."""
+INTERNAL_RID_PREFIX = "hypic-internal-"
+"""Request ids that only the plugin may use (compile requests)."""
+
+_CACHED = "hypic_cached"
+_DECLINED = "hypic_declined"
+_REASONS = "hypic_reasons"
+_SALT = "hypic_salt"
+_REPORT = "hypic_report"
+_KEYS = frozenset({_CACHED, _DECLINED, _REASONS, _SALT, _REPORT})
+
+
+class MalformedSpans(ValueError):
+    """The reserved keys of ``custom_params`` do not describe spans: a bug of the plugin or a forged request."""
+
+
+class Bounds(NamedTuple):
+    """Tokens ``[start, end)`` of the prompt."""
+
+    start: int
+    end: int
+
+
+class Declined(NamedTuple):
+    """A segment that was asked for and will be plain. Bounds are (-1, -1) where the place in the prompt is unknown."""
+
+    start: int
+    end: int
+    reason: str
+
+
+class RequestSpans(msgspec.Struct, frozen=True, kw_only=True):
+    """The plan of one request as the HTTP process made it.
+
+    Attributes:
+        cached: segments, in natural order, each non-empty, none overlapping.
+        declined: segments that will be plain, each with the reason.
+        salt: the request's ``cache_salt`` alone, before SGLang joins it with ``extra_key`` and the adapter; "" if none.
+        report: the client asked for the report.
+    """
+
+    cached: tuple[Bounds, ...] = ()
+    declined: tuple[Declined, ...] = ()
+    salt: str = ""
+    report: bool = False
+
+    def to_params(self) -> dict[str, Any]:
+        """The reserved ``custom_params`` entries, all flat, that :meth:`from_params` reads back."""
+        return {
+            _CACHED: [n for b in self.cached for n in b],
+            _DECLINED: [n for d in self.declined for n in (d.start, d.end)],
+            _REASONS: [d.reason for d in self.declined],
+            _SALT: self.salt,
+            _REPORT: self.report,
+        }
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any] | None, prompt_tokens: int | None = None) -> RequestSpans | None:
+        """Read a plan back from ``custom_params``.
+
+        Args:
+            params: ``sampling_params.custom_params``; entries of other owners are left alone.
+            prompt_tokens: length of the prompt, to check the bounds against; None skips that check.
+
+        Returns:
+            None where the request carries no plan.
+
+        Raises:
+            MalformedSpans: a key is missing or unknown, a type is wrong, or the cached bounds are not ordered,
+                non-empty, disjoint and within the prompt.
+        """
+        found = reserved_keys(params)
+        if not params or not found:
+            return None
+        if found != _KEYS:
+            odd = sorted(found ^ _KEYS)
+            raise MalformedSpans(f"custom_params: keys {odd} missing or unknown, expected exactly {sorted(_KEYS)}")
+        salt, report, reasons = params[_SALT], params[_REPORT], params[_REASONS]
+        if not isinstance(salt, str) or not isinstance(report, bool):
+            raise MalformedSpans(f"custom_params: {_SALT} must be a string and {_REPORT} a boolean")
+        if not isinstance(reasons, (list, tuple)) or not all(isinstance(r, str) for r in reasons):
+            raise MalformedSpans(f"custom_params: {_REASONS} must be a list of strings")
+        cached = _pairs(_CACHED, params[_CACHED])
+        declined = _pairs(_DECLINED, params[_DECLINED])
+        if len(declined) != len(reasons):
+            raise MalformedSpans(f"custom_params: {len(declined)} spans in {_DECLINED}, {len(reasons)} in {_REASONS}")
+        last = 0
+        for start, end in cached:
+            if start < last or end <= start or (prompt_tokens is not None and end > prompt_tokens):
+                raise MalformedSpans(
+                    f"custom_params: {_CACHED} entry [{start}, {end}) overlaps the one before it, is empty, or leaves "
+                    f"the prompt of {prompt_tokens} tokens"
+                )
+            last = end
+        return cls(
+            cached=tuple(cached),
+            declined=tuple(Declined(*b, reason) for b, reason in zip(declined, reasons, strict=True)),
+            salt=salt,
+            report=report,
+        )
+
+    def declining_all(self, reason: str) -> RequestSpans:
+        """The same plan with every cached span declined for ``reason`` (the request is then served natively)."""
+        declined = [*self.declined, *(Declined(*b, reason) for b in self.cached)]
+        declined.sort(key=lambda d: d.start)
+        return msgspec.structs.replace(self, cached=(), declined=tuple(declined))
+
+
+def reserved_keys(params: Mapping[str, Any] | None) -> set[str]:
+    """The keys of ``params`` that only the plugin may write."""
+    return {k for k in params or () if isinstance(k, str) and k.startswith(RESERVED_PREFIX)}
+
+
+def span_id(tokens: Sequence[int] | np.ndarray) -> str:
+    """Public name of a segment: 16 hex digits of a digest of its token ids, the same for every request and worker.
+
+    It names content for people and metrics. It is not a key: keys also hold tenant, model, dtype and more.
+    """
+    return hashlib.blake2b(np.asarray(tokens, dtype="<i8").tobytes(), digest_size=8).hexdigest()
+
+
+def _pairs(key: str, flat: Any) -> list[Bounds]:
+    """``[s0, e0, s1, e1, ...]`` -> bounds. Raises MalformedSpans."""
+    if not isinstance(flat, (list, tuple)) or len(flat) % 2 or not _all_int(flat):
+        raise MalformedSpans(f"custom_params: {key} must be a flat list of integers, two for each span")
+    return [Bounds(s, e) for s, e in zip(flat[::2], flat[1::2], strict=True)]
+
+
+def _all_int(values: Iterable[Any]) -> bool:
+    return all(type(v) is int for v in values)

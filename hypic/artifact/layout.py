@@ -1,0 +1,131 @@
+"""How an artifact lies in its blob: a self-describing header, then the payload that kernels read.
+
+    header    magic, format version, length, msgpack fields (what the artifact is a function of, and its tokens)
+    T         float32 [linear layer][head][d_k][d_k]      transition operators
+    S         float32 [linear layer][head][d_v][d_k]      zero-start end-states, SGLang's [value, key] layout
+    conv      [linear layer][channel][K-1]                conv window at the segment's end
+    KV        per full-attention layer: K [n][head][d], V [n][head][d] of the n interior tokens, K after RoPE at local
+              positions
+
+Every part starts on the arena's granule. T, S and conv lie at fixed offsets from the payload; KV depends on n alone.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+
+import msgspec
+import torch
+
+from hypic.artifact.arena import align
+
+FORMAT_VERSION = 1
+MAGIC = b"hypicart"
+_PREFIX = struct.Struct("<8sII")
+
+
+class LinearShape(msgspec.Struct, frozen=True):
+    """Linear-attention layers of one rank: dense transition operators (DeltaNet, GDN, KDA)."""
+
+    layer_ids: tuple[int, ...]
+    heads: int
+    d_k: int
+    d_v: int
+    conv_channels: int
+    conv_width: int
+    """K - 1 inputs."""
+    conv_dtype: str
+
+
+class FullShape(msgspec.Struct, frozen=True):
+    """Full-attention layers of one rank."""
+
+    layer_ids: tuple[int, ...]
+    heads: int
+    d_k: int
+    d_v: int
+    dtype: str
+
+
+class Header(msgspec.Struct, frozen=True):
+    """What an artifact is a function of. Two blobs with equal headers are interchangeable."""
+
+    fingerprint: str
+    method: str
+    seam_window: int
+    adapter: str
+    tp_rank: int
+    tp_size: int
+    linear: LinearShape | None
+    full: FullShape | None
+    tokens: bytes
+    """int64 little-endian token ids of the whole segment, seam included."""
+
+
+class HeaderError(ValueError):
+    """A blob that this engine must not use; the text says which field differs."""
+
+
+def encode_header(header: Header) -> bytes:
+    """Header bytes, padded to the granule."""
+    body = msgspec.msgpack.encode(header)
+    raw = _PREFIX.pack(MAGIC, FORMAT_VERSION, len(body)) + body
+    return raw.ljust(align(len(raw)), b"\0")
+
+
+def decode_header(raw: bytes) -> Header:
+    """The header at the start of a blob. Raises HeaderError on a foreign, truncated or newer blob."""
+    if len(raw) < _PREFIX.size:
+        raise HeaderError(f"blob of {len(raw)} bytes is shorter than a header")
+    magic, version, length = _PREFIX.unpack_from(raw)
+    if magic != MAGIC:
+        raise HeaderError(f"not an artifact: starts with {magic!r}")
+    if version != FORMAT_VERSION:
+        raise HeaderError(f"artifact format {version}, this engine reads {FORMAT_VERSION}")
+    try:
+        return msgspec.msgpack.decode(raw[_PREFIX.size : _PREFIX.size + length], type=Header)
+    except msgspec.MsgspecError as e:
+        raise HeaderError(f"damaged artifact header: {e}") from None
+
+
+def token_bytes(tokens: array) -> bytes:
+    return array("q", tokens).tobytes()
+
+
+def _itemsize(dtype: str) -> int:
+    return getattr(torch, dtype).itemsize
+
+
+class ArtifactLayout:
+    """Byte offsets of the parts of an artifact's payload, for one model, rank and dtype."""
+
+    def __init__(self, linear: LinearShape | None, full: FullShape | None):
+        self.linear, self.full = linear, full
+        self.t_layer = self.s_layer = self.conv_layer = 0
+        n = 0
+        if linear is not None:
+            n = len(linear.layer_ids)
+            self.t_layer = linear.heads * linear.d_k * linear.d_k * 4
+            self.s_layer = linear.heads * linear.d_v * linear.d_k * 4
+            self.conv_layer = linear.conv_channels * linear.conv_width * _itemsize(linear.conv_dtype)
+        self._t = 0
+        self._s = align(n * self.t_layer)
+        self._conv = self._s + align(n * self.s_layer)
+        self.kv_offset = self._conv + align(n * self.conv_layer)
+        self.kv_token_bytes = 0
+        if full is not None:
+            self.kv_token_bytes = len(full.layer_ids) * full.heads * (full.d_k + full.d_v) * _itemsize(full.dtype)
+        self._index = {layer: i for i, layer in enumerate(linear.layer_ids)} if linear is not None else {}
+
+    def payload_bytes(self, interior_tokens: int) -> int:
+        return self.kv_offset + align(interior_tokens * self.kv_token_bytes)
+
+    def t_offset(self, layer_id: int) -> int:
+        return self._t + self._index[layer_id] * self.t_layer
+
+    def s_offset(self, layer_id: int) -> int:
+        return self._s + self._index[layer_id] * self.s_layer
+
+    def conv_offset(self, layer_id: int) -> int:
+        return self._conv + self._index[layer_id] * self.conv_layer

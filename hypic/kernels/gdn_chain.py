@@ -1,0 +1,277 @@
+"""The seam chain of one GDN layer: runs and artifacts of every request of a batch, in natural order.
+
+For each row, state h and conv window thread through its items; an item is a run (tokens that are computed), then
+optionally an artifact (h <- h T + S, its own inputs appended to the window). DESIGN.md section 2; HYPIC, arXiv 2607.01299.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hypic.kernels._common import Impl, IntVector, blob_view, pick_impl, to_device
+from hypic.kernels.gdn_inputs import (
+    ARTIFACT,
+    POOL,
+    TOKEN,
+    ZERO,
+    GdnLayer,
+    conv_torch,
+    flatten_runs,
+    gates_torch,
+    split_heads_torch,
+    window_code,
+)
+from hypic.kernels.wy import delta_rule
+
+NO_ARTIFACT = -1
+
+
+class ChainItem(NamedTuple):
+    """A run of ``length`` tokens from token ``tok`` of the batch, then the artifact at byte ``art`` (NO_ARTIFACT: none).
+
+    ``length`` may be 0: only an artifact. ``own``: how many of the W-1 window inputs at the artifact's end are its own,
+    min(W-1, L-w); the rest comes from the window before it.
+    """
+
+    tok: int
+    length: int
+    art: int = NO_ARTIFACT
+    own: int = 0
+
+
+class ChainLists(NamedTuple):
+    """Host copies of plan fields, so that the torch reference never waits for the device."""
+
+    rows: list[list[ChainItem]]
+    fresh: list[bool]
+
+
+class ChainPlan(NamedTuple):
+    """What :func:`gdn_chain` does, the same for every layer; built once per batch by :meth:`build`.
+
+    Device tensors, int64 unless said otherwise; R rows, I items, M tokens in all runs, W conv width.
+
+    Attributes:
+        row_ptr: [R+1] items of row r are row_ptr[r]:row_ptr[r+1], in natural order.
+        slot: [R] the row's slot in both pools; rows never share one.
+        fresh: [R] 1: start from a zero state and a zero window, ignore what the slot holds.
+        item_tok, item_len, item_art, item_own: [I] the fields of :class:`ChainItem`.
+        item_row: [I] the row. item_run: [I] index of the item's first token among the M.
+        item_win: [I, W-1] window codes (see gdn_inputs) of the window each item starts with.
+        row_win: [R, W-1] window codes of the window each row ends with.
+        run_tok, run_item: [M] token of the batch and item of each token.
+        max_items, max_len, total: host ints: most items in a row, longest run, M.
+    """
+
+    row_ptr: Tensor
+    slot: Tensor
+    fresh: Tensor
+    item_tok: Tensor
+    item_len: Tensor
+    item_art: Tensor
+    item_own: Tensor
+    item_row: Tensor
+    item_run: Tensor
+    item_win: Tensor
+    row_win: Tensor
+    run_tok: Tensor
+    run_item: Tensor
+    max_items: int
+    max_len: int
+    total: int
+    lists: ChainLists
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        rows: Sequence[Sequence[ChainItem]],
+        slot: IntVector,
+        fresh: Sequence[bool],
+        conv_width: int,
+        device: torch.device | str,
+    ) -> ChainPlan:
+        """Plan the batch. ``slot`` may be a device tensor; the rest is host data and travels in one copy.
+
+        Raises: ValueError if an item has a negative length or ``own`` is out of 0..W-1.
+        """
+        back = conv_width - 1
+        items = [item for row in rows for item in row]
+        for item in items:
+            if item.length < 0 or not 0 <= item.own <= back:
+                raise ValueError(f"{item}: length must be >= 0 and own within 0..{back}")
+        lengths = np.asarray([item.length for item in items], np.int64)
+        first = np.asarray([item.tok for item in items], np.int64)
+        run_item, run_tok = flatten_runs(first, lengths)
+        item_win, row_win = _windows(rows, fresh, back)
+        counts = [len(row) for row in rows]
+        on_device = to_device(
+            {
+                "row_ptr": np.cumsum([0, *counts]),
+                "slot": slot,
+                "fresh": np.asarray(fresh, np.int64),
+                "item_tok": first,
+                "item_len": lengths,
+                "item_art": [item.art for item in items],
+                "item_own": [item.own for item in items],
+                "item_row": np.repeat(np.arange(len(rows)), counts),
+                "item_run": lengths.cumsum() - lengths,
+                "item_win": np.asarray(item_win, np.int64).reshape(len(items), back),
+                "row_win": np.asarray(row_win, np.int64).reshape(len(rows), back),
+                "run_tok": run_tok,
+                "run_item": run_item,
+            },
+            device,
+        )
+        return cls(
+            **on_device,
+            max_items=max(counts, default=0),
+            max_len=int(lengths.max(initial=0)),
+            total=len(run_tok),
+            lists=ChainLists([list(row) for row in rows], list(fresh)),
+        )
+
+
+def _windows(
+    rows: Sequence[Sequence[ChainItem]], fresh: Sequence[bool], back: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Window codes at the start of every item and at the end of every row."""
+    item_win, row_win = [], []
+    for row, is_fresh in zip(rows, fresh, strict=True):
+        window = [window_code(ZERO) if is_fresh else window_code(POOL, c) for c in range(back)]
+        for item in row:
+            item_win.append(window)
+            last = range(item.tok + max(item.length - back, 0), item.tok + item.length)
+            window = window + [window_code(TOKEN, t) for t in last]
+            if item.art != NO_ARTIFACT:
+                window = window + [window_code(ARTIFACT, item.art * back + c) for c in range(back - item.own, back)]
+            window = window[len(window) - back :]
+        row_win.append(window)
+    return item_win, row_win
+
+
+def gdn_chain(
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    activation: str | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    num_k_heads: int,
+    num_v_heads: int,
+    head_k_dim: int,
+    head_v_dim: int,
+    conv_pool: Tensor,
+    ssm_pool: Tensor,
+    arena: Tensor,
+    t_off: int,
+    s_off: int,
+    c_off: int,
+    plan: ChainPlan,
+    out: Tensor,
+    impl: Impl | None = None,
+) -> None:
+    """Run every row of the plan through its items; write outputs of run tokens and the rows' end states.
+
+    Args:
+        x: [T, D] projections before the convolution of the whole flattened batch, D = 2 HK K + HV V, [q | k | v].
+        a, b: [T, HV].
+        conv_weight: [D, W]; conv_bias: [D] or None; activation: "silu", "swish" or None; A_log, dt_bias: [HV].
+        conv_pool: [slots, D, W-1], any float type. ssm_pool: [slots, HV, V, K], fp32 or bf16.
+        arena: uint8 [bytes]. t_off, s_off, c_off: byte offsets inside a blob of this layer's T [HV, K, K] fp32,
+            S [HV, V, K] fp32 and conv tail [D, W-1] in the type of conv_pool.
+        out: [T, HV, V]; only the rows of run tokens are written.
+    All arithmetic is fp32; the state is rounded once, when it goes back to the pool.
+
+    Raises: ValueError if shapes disagree.
+    """
+    layer = GdnLayer(
+        conv_weight, conv_bias, activation, A_log, dt_bias, num_k_heads, num_v_heads, head_k_dim, head_v_dim
+    )
+    layer.check(x, conv_pool)
+    if tuple(ssm_pool.shape[1:]) != (num_v_heads, head_v_dim, head_k_dim):
+        raise ValueError(f"ssm_pool {tuple(ssm_pool.shape)} is not [slots, {num_v_heads}, {head_v_dim}, {head_k_dim}]")
+    if pick_impl(impl, x) == "triton":
+        raise NotImplementedError("gdn_chain: the Triton kernel is not there yet")
+    _gdn_chain_torch(layer, x, a, b, conv_pool, ssm_pool, arena, t_off, s_off, c_off, plan, out)
+
+
+# ---------------------------------------------------------------- torch reference
+
+
+def _gdn_chain_torch(
+    layer: GdnLayer,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    conv_pool: Tensor,
+    ssm_pool: Tensor,
+    arena: Tensor,
+    t_off: int,
+    s_off: int,
+    c_off: int,
+    plan: ChainPlan,
+    out: Tensor,
+) -> None:
+    hv, dk, dv = layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
+    group = hv // layer.num_k_heads
+    windows, states = conv_pool[plan.slot].float(), ssm_pool[plan.slot].float()
+    for r, (row, fresh) in enumerate(zip(plan.lists.rows, plan.lists.fresh, strict=True)):
+        if fresh:
+            windows[r], states[r] = 0.0, 0.0
+        y, window = _convolve_row(layer, x, windows[r], row, arena, c_off, conv_pool.dtype)
+        windows[r] = window
+        tokens = torch.cat([torch.arange(i.tok, i.tok + i.length, device=x.device) for i in row] or [plan.slot[:0]])
+        q, k, v = split_heads_torch(layer, y)
+        q, k = (t.repeat_interleave(group, 1).transpose(0, 1) for t in (q, k))
+        v = v.transpose(0, 1)
+        g, beta = (t.transpose(0, 1) for t in gates_torch(layer, a[tokens], b[tokens]))
+        h, done = states[r], 0
+        for item in row:
+            if item.length:
+                run = slice(done, done + item.length)
+                o, h = delta_rule(q[:, run], k[:, run], v[:, run], g[:, run], beta[:, run], h)
+                out[item.tok : item.tok + item.length] = o.transpose(0, 1).to(out.dtype)
+                done += item.length
+            if item.art != NO_ARTIFACT:
+                t = blob_view(arena, item.art + t_off, (hv, dk, dk), torch.float32)
+                s = blob_view(arena, item.art + s_off, (hv, dv, dk), torch.float32)
+                h = h @ t + s
+        states[r] = h
+    conv_pool[plan.slot] = windows.to(conv_pool.dtype)
+    ssm_pool[plan.slot] = states.to(ssm_pool.dtype)
+
+
+def _convolve_row(
+    layer: GdnLayer,
+    x: Tensor,
+    window: Tensor,
+    row: Sequence[ChainItem],
+    arena: Tensor,
+    c_off: int,
+    tail_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Convolve the run tokens of a row inside its stream: [M_row, D] and the window [D, W-1] at the row's end."""
+    back = layer.width - 1
+    stream, at = [window.t()], []
+    length = back
+    for item in row:
+        stream.append(x[item.tok : item.tok + item.length].float())
+        at += range(length, length + item.length)
+        length += item.length
+        if item.art != NO_ARTIFACT:
+            tail = blob_view(arena, item.art + c_off, (layer.dim, back), tail_dtype)
+            stream.append(tail[:, back - item.own :].t().float())
+            length += item.own
+    inputs = torch.cat(stream)
+    here = torch.tensor(at, dtype=torch.int64, device=x.device)
+    y = conv_torch(layer, [inputs[here - back + j] for j in range(layer.width)])
+    return y, inputs[length - back :].t()

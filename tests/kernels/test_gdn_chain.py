@@ -1,0 +1,77 @@
+"""gdn_chain against the token recurrence in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import Case, Heads, assert_close
+
+from hypic.kernels.gdn_chain import ChainItem, gdn_chain
+
+RUN = [1, 7, 63, 64, 65, 500, 1000]
+
+
+def check(case: Case, rows: list[list[ChainItem]], slot: list[int], fresh: list[bool], tol: float = 2e-5) -> None:
+    for s, new in zip(slot, fresh, strict=True):
+        if not new:
+            case.fill_slot(s)
+    out_truth, conv_truth, ssm_truth = case.chain_truth(rows, slot, fresh)
+    out = torch.full((case.tokens, case.heads.hv, case.heads.dv), float("nan"))
+    before = case.arena.clone()
+    gdn_chain(case.x, case.a, case.b, plan=case.chain_plan(rows, slot, fresh), **case.chain_args(out))
+    assert_close(out, out_truth, tol)
+    assert_close(case.conv_pool, conv_truth, tol)
+    assert_close(case.ssm_pool, ssm_truth, tol)
+    assert torch.equal(case.arena, before)
+
+
+@pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "continued"])
+@pytest.mark.parametrize("length", RUN)
+def test_one_run(length: int, fresh: bool) -> None:
+    case = Case(Heads(), tokens=length + 3, seed=length)
+    check(case, [[ChainItem(2, length)]], [3], [fresh])
+
+
+def rag(case: Case) -> tuple[list[list[ChainItem]], list[int], list[bool]]:
+    """Three rows: seams and artifacts with every ``own``, runs of length 0, one empty row; tokens between unused."""
+    for blob in range(case.blobs):
+        case.fill_artifact(blob, own=blob)
+    art = [blob * case.stride for blob in range(case.blobs)]
+    rows = [
+        [ChainItem(1, 5), ChainItem(6, 3, art[3], 3), ChainItem(9, 1, art[1], 1), ChainItem(10, 0, art[2], 2), ChainItem(12, 2)],
+        [ChainItem(16, 0, art[1], 1), ChainItem(16, 0, art[0], 0)],
+        [ChainItem(20, 1, art[1], 1), ChainItem(21, 0), ChainItem(23, 1, art[3], 3)],
+    ]
+    return rows, [4, 0, 2], [True, False, False]
+
+
+@pytest.mark.parametrize("heads", [Heads(), Heads(1, 1, 5, 3), Heads(2, 2, 24, 16, width=2), Heads(1, 3, 16, 40, width=5)], ids=str)
+def test_rows_of_seams_and_artifacts(heads: Heads) -> None:
+    case = Case(heads, tokens=26, blobs=4 if heads.width == 4 else 2)
+    if heads.width == 4:
+        check(case, *rag(case))
+        return
+    for blob in range(2):
+        case.fill_artifact(blob, own=blob)
+    art = case.stride
+    check(case, [[ChainItem(0, 8, art, 1), ChainItem(9, 8, 0, 0), ChainItem(17, 1, art, 1)]], [1], [False])
+
+
+def test_pools_in_bf16_are_rounded_once() -> None:
+    case = Case(Heads(), tokens=26, pool_dtype=torch.bfloat16)
+    check(case, *rag(case), tol=1e-2)
+
+
+def test_no_rows() -> None:
+    case = Case(Heads(), tokens=3)
+    check(case, [], [], [])
+
+
+def test_wrong_shapes_are_refused() -> None:
+    case = Case(Heads(), tokens=3)
+    out = torch.empty(3, case.heads.hv, case.heads.dv)
+    args = case.chain_args(out) | {"ssm_pool": case.ssm_pool.transpose(-1, -2)}
+    with pytest.raises(ValueError, match="ssm_pool"):
+        gdn_chain(case.x, case.a, case.b, plan=case.chain_plan([], [], []), **args)
+    with pytest.raises(ValueError, match="own"):
+        case.chain_plan([[ChainItem(0, 1, 0, 4)]], [0], [True])

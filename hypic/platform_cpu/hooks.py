@@ -1,0 +1,295 @@
+"""The hook table of CPU mode: every place where stock SGLang needs a GPU or a compiled kernel, and why.
+
+SGLang applies hooks when it loads plugins and only logs what goes wrong then. So :func:`register` collects problems
+instead of raising, and :func:`require_applied`, called from methods of the platform that SGLang itself runs at start
+(see ``platform``), stops the server on them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import pkgutil
+from collections.abc import Sequence
+from typing import Any
+
+from hypic.engine.hook import Hook
+
+from . import defaults, torch_ops
+
+SUPPORTED_SGLANG = "0.5.17"
+_NO_TRITON = "Triton kernel: no GPU to run it"
+_FLA = "sglang.kernels.ops.attention.fla"
+_MAMBA = "sglang.kernels.ops.mamba"
+_ELEMENTWISE = "sglang.kernels.ops.elementwise.elementwise"
+_PROJ = "sglang.kernels.ops.attention.triton_gdn_fused_proj"
+_GRAMMAR = "sglang.srt.constrained.xgrammar_backend"
+
+
+class UnsupportedSGLang(RuntimeError):
+    """The installed SGLang is not the one that the hook table was written for."""
+
+
+# ------------------------------------------------------------------------------------------- small replacements
+
+
+def _server_args_defaults(self: Any) -> None:
+    defaults.fill_server_args(self)
+
+
+def _allow_extra_buffer(original: Any, self: Any, view: Any, model_arch: str) -> None:
+    try:
+        original(self, view, model_arch)
+    except AssertionError as error:
+        if "needs CUDA" not in str(error):
+            raise
+
+
+def _plain_rope(original: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+    return original(*args, device=None, **kwargs)
+
+
+def _track_indices(batch: Any, track_positions: Sequence[int] | None = None) -> None:
+    import torch
+
+    buffers = batch.req_to_token_pool.req_index_to_mamba_ping_pong_track_buffer_mapping[batch.req_pool_indices]
+    positions = track_positions or [req.mamba_next_track_idx or 0 for req in batch.reqs]
+    batch.mamba_track_indices = buffers.gather(1, torch.tensor(positions).unsqueeze(1)).squeeze(1).to(torch.int64)
+
+
+def _allocate_bitmask(vocab_size: int, batch_size: int) -> Any:
+    import xgrammar
+
+    return xgrammar.allocate_token_bitmask(batch_size, vocab_size)
+
+
+def _apply_bitmask(logits: Any, vocab_mask: Any) -> None:
+    import xgrammar
+
+    xgrammar.apply_token_bitmask_inplace(logits, vocab_mask)
+
+
+# ---------------------------------------------------------------------------------------------------- the table
+
+TABLE: tuple[Hook, ...] = (
+    # torch stand-ins for Triton kernels
+    Hook(
+        f"{_MAMBA}.causal_conv1d_triton.causal_conv1d_fn",
+        "replace",
+        torch_ops.causal_conv1d_fn,
+        _NO_TRITON,
+        ("x", "weight", "bias", "conv_states", "query_start_loc", "seq_lens_cpu", "cache_indices"),
+    ),
+    Hook(
+        f"{_MAMBA}.causal_conv1d_triton.causal_conv1d_update",
+        "replace",
+        torch_ops.causal_conv1d_update,
+        _NO_TRITON,
+        ("x", "conv_state", "weight", "bias", "activation", "cache_seqlens", "conv_state_indices"),
+    ),
+    Hook(
+        f"{_FLA}.fused_gdn_gating.fused_gdn_gating",
+        "replace",
+        torch_ops.fused_gdn_gating,
+        _NO_TRITON,
+        ("A_log", "a", "b", "dt_bias"),
+    ),
+    Hook(
+        f"{_FLA}.chunk.chunk_gated_delta_rule",
+        "replace",
+        torch_ops.chunk_gated_delta_rule,
+        _NO_TRITON + "; the original also refuses float32",
+        ("q", "k", "v", "g", "beta", "scale", "initial_state", "initial_state_indices", "cu_seqlens"),
+    ),
+    Hook(
+        f"{_FLA}.fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode",
+        "replace",
+        torch_ops.fused_recurrent_gated_delta_rule_packed_decode,
+        _NO_TRITON,
+        ("mixed_qkv", "a", "b", "A_log", "dt_bias", "scale", "initial_state", "out", "ssm_state_indices"),
+    ),
+    Hook(
+        f"{_PROJ}.fused_qkvzba_split_reshape_cat",
+        "replace",
+        torch_ops.fused_qkvzba_split_reshape_cat,
+        _NO_TRITON,
+        ("mixed_qkvz", "mixed_ba", "num_heads_qk", "num_heads_v", "head_qk", "head_v"),
+    ),
+    Hook(
+        f"{_PROJ}.fused_qkvzba_split_reshape_cat_contiguous",
+        "replace",
+        torch_ops.fused_qkvzba_split_reshape_cat_contiguous,
+        _NO_TRITON,
+        ("mixed_qkvz", "mixed_ba", "num_heads_qk", "num_heads_v", "head_qk", "head_v"),
+    ),
+    Hook(
+        f"{_FLA}.fused_norm_gate.rms_norm_gated",
+        "replace",
+        torch_ops.rms_norm_gated,
+        _NO_TRITON,
+        ("x", "g", "weight", "bias", "activation"),
+    ),
+    Hook(
+        f"{_FLA}.layernorm_gated.rms_norm_gated",
+        "replace",
+        torch_ops.norm_gated,
+        _NO_TRITON,
+        ("x", "weight", "bias", "z", "eps", "group_size"),
+    ),
+    Hook(
+        f"{_ELEMENTWISE}.fused_sigmoid_mul",
+        "replace",
+        torch_ops.fused_sigmoid_mul,
+        _NO_TRITON,
+        ("attn_output", "gate", "inplace"),
+    ),
+    Hook(
+        f"{_ELEMENTWISE}.fused_gate_sigmoid_mul_add",
+        "replace",
+        torch_ops.fused_gate_sigmoid_mul_add,
+        _NO_TRITON,
+        ("hidden_states", "gate_weight", "shared_output", "final_hidden_states"),
+    ),
+    Hook(
+        f"{_MAMBA}.mamba_state_scatter_triton.track_mamba_states_all_layers",
+        "replace",
+        torch_ops.track_mamba_states_all_layers,
+        _NO_TRITON,
+        ("conv_states_pool", "ssm_states_pool", "cache_indices", "mamba_track_mask", "mamba_track_indices"),
+    ),
+    Hook(
+        f"{_MAMBA}.mamba_state_scatter_triton.track_mamba_states_if_needed",
+        "replace",
+        torch_ops.track_mamba_states_if_needed,
+        _NO_TRITON,
+        ("conv_states", "ssm_states", "cache_indices", "mamba_track_mask", "mamba_track_indices"),
+    ),
+    # settings
+    Hook(
+        "sglang.srt.server_args.ServerArgs.__post_init__",
+        "before",
+        _server_args_defaults,
+        "CPU defaults must land before SGLang picks the attention backend of its own CPU engine",
+        ("self",),
+    ),
+    Hook(
+        "sglang.srt.server_args.ServerArgs._validate_mamba_extra_buffer",
+        "around",
+        _allow_extra_buffer,
+        "asserts a GPU, although nothing in the extra_buffer strategy needs one here",
+        ("self", "view", "model_arch"),
+    ),
+    # device handling
+    Hook(
+        "sglang.srt.utils.common.device_context",
+        "replace",
+        lambda device: contextlib.nullcontext(),
+        "torch.cpu has no device context",
+        ("device",),
+    ),
+    Hook(
+        f"{_FLA}.utils.custom_device_ctx",
+        "replace",
+        lambda index: contextlib.nullcontext(),
+        "torch.cpu has no device context",
+        ("index",),
+    ),
+    Hook(
+        "sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper",
+        "around",
+        _plain_rope,
+        "its CPU branch knows only deepseek_yarn",
+    ),
+    Hook(
+        "torch.Tensor.pin_memory",
+        "replace",
+        lambda self, *args: self,
+        "ScheduleBatch.prepare_for_decode pins outright; without an accelerator there is nothing to pin for",
+    ),
+    Hook(
+        "sglang.srt.managers.schedule_batch.set_mamba_track_indices_from_reqs",
+        "replace",
+        _track_indices,
+        "allocates pinned memory outright",
+        ("batch", "track_positions"),
+    ),
+    # constrained decoding
+    Hook(
+        f"{_GRAMMAR}._allocate_token_bitmask",
+        "replace",
+        _allocate_bitmask,
+        "allocates pinned memory outright",
+        ("vocab_size", "batch_size"),
+    ),
+    Hook(
+        f"{_GRAMMAR}.XGrammarGrammarBackend.apply_vocab_mask",
+        "replace",
+        _apply_bitmask,
+        "raises for CPU logits in the scheduler; xgrammar has a CPU kernel",
+        ("logits", "vocab_mask"),
+    ),
+    Hook(
+        f"{_GRAMMAR}.XGrammarGrammar.apply_vocab_mask",
+        "replace",
+        lambda self, logits, vocab_mask: _apply_bitmask(logits, vocab_mask),
+        "raises for CPU logits in the scheduler; xgrammar has a CPU kernel",
+        ("self", "logits", "vocab_mask"),
+    ),
+)
+
+# -------------------------------------------------------------------------------------- registering and checking
+
+_problems: list[str] | None = None  # of register() in this process; None before it ran
+
+
+def register(table: Sequence[Hook] = TABLE) -> None:
+    """Set CPU mode's environment and hand the fitting hooks to SGLang; problems wait for :func:`require_applied`."""
+    global _problems
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    defaults.set_environment()
+    _problems = []
+    for hook in table:
+        problem = find_problem(hook)
+        if problem:
+            _problems.append(problem)
+        else:
+            HookRegistry.register(hook.target, hook.fn, HookType(hook.kind))
+
+
+def require_applied(table: Sequence[Hook] = TABLE) -> None:
+    """Raise UnsupportedSGLang unless every hook of the table is in force in this process."""
+    if _problems is None:
+        problems = ["SGLang did not run the plugin hypic_cpu (is SGLANG_PLUGINS or SGLANG_PLATFORM set?)"]
+    else:
+        problems = _problems or [f"{h.target}: not applied, see SGLang's log" for h in table if not is_applied(h)]
+    if problems:
+        from sglang.version import __version__
+
+        listing = "\n  ".join(problems)
+        raise UnsupportedSGLang(
+            f"hypic's CPU mode does not fit the installed SGLang {__version__} (supported: {SUPPORTED_SGLANG}):\n  {listing}"
+        )
+
+
+def find_problem(hook: Hook) -> str | None:
+    """Why ``hook`` does not fit the installed SGLang, or None: its target must exist and take ``hook.params`` first."""
+    try:
+        target = pkgutil.resolve_name(hook.target)
+    except (ImportError, AttributeError, ValueError) as error:
+        return f"{hook.target}: not found ({error})"
+    if hook.params:
+        found = tuple(inspect.signature(target).parameters)
+        if found[: len(hook.params)] != hook.params:
+            return f"{hook.target}: expected arguments ({', '.join(hook.params)}, ...), found ({', '.join(found)})"
+    return None
+
+
+def is_applied(hook: Hook) -> bool:
+    """Whether SGLang's wrapper around the target, or one further in, holds ``hook.fn``."""
+    layer = pkgutil.resolve_name(hook.target)
+    while layer is not None:
+        if layer is hook.fn or any(cell.cell_contents is hook.fn for cell in getattr(layer, "__closure__", None) or ()):
+            return True
+        layer = getattr(layer, "__wrapped__", None)
+    return False

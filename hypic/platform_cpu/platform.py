@@ -1,0 +1,55 @@
+"""The out-of-tree platform: SGLang's own CPU device, with every multi-platform layer on its plain-torch path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import SRTPlatform
+
+from .hooks import require_applied
+
+
+class CpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """CPU without SGLang's compiled CPU kernels (no wheel on PyPI carries them).
+
+    Being out of tree, it makes SGLang's layers take ``forward_native``; pools and caches are SGLang's own classes.
+    The two methods below that call :func:`require_applied` run in the launching process and in every scheduler
+    process, after the hooks: a half-applied hook table stops the server there.
+    """
+
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"
+    device_type = "cpu"
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        require_applied()
+
+    def get_paged_allocator_cls(self) -> Any:
+        from .allocator import make_allocator
+
+        require_applied()
+        return make_allocator
+
+    def get_mha_kv_pool_cls(self) -> type:
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+        return MHATokenToKVPool
+
+    def get_mla_kv_pool_cls(self) -> type:
+        from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+        return MLATokenToKVPool
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
+    def get_compile_backend(self, mode: str | None = None) -> str:
+        return "eager"
+
+    def is_pin_memory_available(self, device: Any = None) -> bool:
+        return False

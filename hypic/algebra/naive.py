@@ -53,9 +53,7 @@ def delta_net(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, h: Tensor) -> tuple
     return gated_delta_net(q, k, v, torch.zeros_like(beta), beta, h)
 
 
-def gated_delta_net(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, h: Tensor
-) -> tuple[Tensor, Tensor]:
+def gated_delta_net(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
     """Gated DeltaNet (arXiv 2412.06464; Qwen3-Next, Qwen3.5): g, beta [n, H]."""
     return kimi_delta(q, k, v, g[..., None].expand(*g.shape, k.shape[-1]), beta, h)
 
@@ -71,10 +69,8 @@ def kimi_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, h: Tens
     return out, h
 
 
-def rwkv7(
-    r: Tensor, g: Tensor, k: Tensor, v: Tensor, kk: Tensor, a: Tensor, h: Tensor
-) -> tuple[Tensor, Tensor]:
-    """RWKV-7 (arXiv 2503.14456): decay g [n, H, K], removal key kk [n, H, K] normalised, in-context rate a [n, H, K]."""
+def rwkv7(r: Tensor, g: Tensor, k: Tensor, v: Tensor, kk: Tensor, a: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    """RWKV-7 (arXiv 2503.14456): decay g, removal key kk (normalised) and in-context rate a, all [n, H, K]."""
     out = torch.empty_like(v)
     for t in range(len(k)):
         removed = _outer(_read(h, kk[t]), a[t] * kk[t])

@@ -1,12 +1,13 @@
 """The seam chain of one GDN layer: runs and artifacts of every request of a batch, in natural order.
 
 For each row, state h and conv window thread through its items; an item is a run (tokens that are computed), then
-optionally an artifact (h <- h T + S, its own inputs appended to the window). DESIGN.md section 2; HYPIC, arXiv 2607.01299.
+optionally an artifact (h <- h T + S, its own inputs appended to the window). HYPIC, arXiv 2607.01299.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +33,7 @@ NO_ARTIFACT = -1
 
 
 class ChainItem(NamedTuple):
-    """A run of ``length`` tokens from token ``tok`` of the batch, then the artifact at byte ``art`` (NO_ARTIFACT: none).
+    """A run of ``length`` tokens from ``tok`` of the batch, then the artifact at byte ``art`` (NO_ARTIFACT: none).
 
     ``length`` may be 0: only an artifact. ``own``: how many of the W-1 window inputs at the artifact's end are its own,
     min(W-1, L-w); the rest comes from the window before it.
@@ -51,7 +52,8 @@ class ChainLists(NamedTuple):
     fresh: list[bool]
 
 
-class ChainPlan(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class ChainPlan:
     """What :func:`gdn_chain` does, the same for every layer; built once per batch by :meth:`build`.
 
     Device tensors, int64 unless said otherwise; R rows, I items, M tokens in all runs, W conv width.
@@ -261,8 +263,8 @@ def _convolve_row(
 ) -> tuple[Tensor, Tensor]:
     """Convolve the run tokens of a row inside its stream: [M_row, D] and the window [D, W-1] at the row's end."""
     back = layer.width - 1
-    stream, at = [window.t()], []
-    length = back
+    stream, length = [window.t()], back
+    at: list[int] = []
     for item in row:
         stream.append(x[item.tok : item.tok + item.length].float())
         at += range(length, length + item.length)

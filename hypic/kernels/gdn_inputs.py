@@ -8,6 +8,7 @@ it as window codes and all tokens of a batch are convolved in parallel.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -107,7 +108,8 @@ def gates_torch(layer: GdnLayer, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 # ---------------------------------------------------------------- whole subsequences
 
 
-class InputsPlan(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class InputsPlan:
     """Whole subsequences of a batch, built once per batch by :meth:`build`; all int64 on the device.
 
     Attributes:

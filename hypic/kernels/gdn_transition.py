@@ -8,6 +8,7 @@ blob and moves them on, which is the monoid's composition (T1 T2, S1 T2 + S2). H
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +30,8 @@ class TransitionLists(NamedTuple):
     first: list[bool]
 
 
-class TransitionPlan(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class TransitionPlan:
     """N subsequences, the same for every layer; built once per batch by :meth:`build`; int64 on the device.
 
     Attributes:
@@ -53,7 +55,8 @@ class TransitionPlan(NamedTuple):
         cls, *, cu: Sequence[int], blob: Sequence[int], first: Sequence[bool], device: torch.device | str
     ) -> TransitionPlan:
         """Plan the subsequences; all host data travels in one copy. Raises ValueError if ``cu`` decreases."""
-        starts, lengths = np.asarray(cu[:-1], np.int64), np.diff(np.asarray(cu, np.int64))
+        edges = np.asarray(cu, np.int64)
+        starts, lengths = edges[:-1], edges[1:] - edges[:-1]
         if (lengths < 0).any():
             raise ValueError(f"cu {list(cu)} decreases")
         chunks = -(-lengths // CHUNK)
@@ -90,11 +93,13 @@ def gdn_transition(
 
     Args:
         k: fp32 [M, HK, K], l2-normalised. v: fp32 [M, HV, V]. g (log decay), beta: fp32 [M, HV]. See gdn_inputs.
-        arena: uint8 [bytes]. t_off, s_off: byte offsets inside a blob of this layer's T [HV, K, K] and S [HV, V, K], fp32.
+        arena: uint8 [bytes]. t_off, s_off: byte offsets inside a blob of this layer's fp32 T [HV, K, K], S [HV, V, K].
     Raises: ValueError if shapes disagree.
     """
     if v.shape[1] % k.shape[1] or not k.shape[0] == v.shape[0] == g.shape[0] == beta.shape[0]:
-        raise ValueError(f"k {tuple(k.shape)}, v {tuple(v.shape)}, g {tuple(g.shape)}, beta {tuple(beta.shape)} disagree")
+        raise ValueError(
+            f"k {tuple(k.shape)}, v {tuple(v.shape)}, g {tuple(g.shape)}, beta {tuple(beta.shape)} disagree"
+        )
     if pick_impl(impl, k) == "triton":
         raise NotImplementedError("gdn_transition: the Triton kernel is not there yet")
     _gdn_transition_torch(k, v, g, beta, arena, t_off, s_off, plan)

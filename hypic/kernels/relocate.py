@@ -7,6 +7,7 @@ further on needs one more rotation by ``shift``, the same for all its tokens. EP
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -20,11 +21,12 @@ class InteriorLists(NamedTuple):
     """Host copies of plan fields, so that the torch reference never waits for the device."""
 
     blob_kv: list[int]
-    count: list[int]
+    counts: list[int]
     shift: list[int]
 
 
-class InteriorPlan(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class InteriorPlan:
     """The interiors of a batch, built once by :meth:`build`; int64 on the device, N segments, M tokens.
 
     The KV block of a segment with n interior tokens holds, for each full-attention layer in order, K [n, H, Dk] then
@@ -33,7 +35,7 @@ class InteriorPlan(NamedTuple):
     Attributes:
         blob_kv: [N] byte offset in the arena of the segment's KV block. count: [N] interior tokens n.
         shift: [N] tokens to move by: start position minus the offset it was compiled at; may be negative.
-        slots: [M] destination (or source) KV slots, segment after segment. cu: [N+1]; tok_seg: [M] segment of each token.
+        slots: [M] destination (or source) KV slots, segment after segment. cu: [N+1]. tok_seg: [M] segment of a token.
         total: M.
     """
 

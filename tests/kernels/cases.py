@@ -112,7 +112,9 @@ class Case:
         beta = 1 / (1 + (-self.b[token].double()).exp())
         return [t[None] for t in (q * h.dk**-0.5, k, v.view(h.hv, h.dv), g, beta)], full[:, 1:]
 
-    def chain_truth(self, rows: list[list[ChainItem]], slot: list[int], fresh: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    def chain_truth(
+        self, rows: list[list[ChainItem]], slot: list[int], fresh: list[bool]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """(out [T, HV, V], conv_pool, ssm_pool) after the chain, what is not written unchanged; float64."""
         h = self.heads
         conv, ssm = self.conv_pool.double(), self.ssm_pool.double()

@@ -38,14 +38,22 @@ def rag(case: Case) -> tuple[list[list[ChainItem]], list[int], list[bool]]:
         case.fill_artifact(blob, own=blob)
     art = [blob * case.stride for blob in range(case.blobs)]
     rows = [
-        [ChainItem(1, 5), ChainItem(6, 3, art[3], 3), ChainItem(9, 1, art[1], 1), ChainItem(10, 0, art[2], 2), ChainItem(12, 2)],
+        [
+            ChainItem(1, 5),
+            ChainItem(6, 3, art[3], 3),
+            ChainItem(9, 1, art[1], 1),
+            ChainItem(10, 0, art[2], 2),
+            ChainItem(12, 2),
+        ],
         [ChainItem(16, 0, art[1], 1), ChainItem(16, 0, art[0], 0)],
         [ChainItem(20, 1, art[1], 1), ChainItem(21, 0), ChainItem(23, 1, art[3], 3)],
     ]
     return rows, [4, 0, 2], [True, False, False]
 
 
-@pytest.mark.parametrize("heads", [Heads(), Heads(1, 1, 5, 3), Heads(2, 2, 24, 16, width=2), Heads(1, 3, 16, 40, width=5)], ids=str)
+@pytest.mark.parametrize(
+    "heads", [Heads(), Heads(1, 1, 5, 3), Heads(2, 2, 24, 16, width=2), Heads(1, 3, 16, 40, width=5)], ids=str
+)
 def test_rows_of_seams_and_artifacts(heads: Heads) -> None:
     case = Case(heads, tokens=26, blobs=4 if heads.width == 4 else 2)
     if heads.width == 4:

@@ -66,9 +66,7 @@ class Pools:
         self.rng = rng
 
     def plan(self, shift: list[int]) -> InteriorPlan:
-        return InteriorPlan.build(
-            blob_kv=self.blob_kv, count=self.counts, slots=self.slots, shift=shift, device="cpu"
-        )
+        return InteriorPlan.build(blob_kv=self.blob_kv, count=self.counts, slots=self.slots, shift=shift, device="cpu")
 
     def blocks(self, i: int) -> list[tuple[Tensor, Tensor]]:
         """K and V of segment i per layer, as views of the arena."""

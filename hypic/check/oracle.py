@@ -120,7 +120,8 @@ class Oracle:
 
         def step(*tokens: int) -> Tensor:
             out = self._text(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True)
-            return self.model.lm_head(out.last_hidden_state[0, -1])
+            logits: Tensor = self.model.lm_head(out.last_hidden_state[0, -1])
+            return logits
 
         return self._answer(step(*ids), step, n_new, forced)
 
@@ -146,7 +147,8 @@ class Oracle:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Logits [vocab] after the last of the hidden states [n, d]."""
-        return self.model.lm_head(self._text.norm(hidden[-1]))
+        logits: Tensor = self.model.lm_head(self._text.norm(hidden[-1]))
+        return logits
 
     def _answer(
         self, logits: Tensor, step: Callable[[int], Tensor], n_new: int, forced: Sequence[int] | None

@@ -59,7 +59,7 @@ class RopeTable:
             cos, sin = self._rotary_emb(torch.empty(0), positions)
             self._cos, self._sin = cos[0], sin[0]
         cos, sin = self._cos[start:stop, None], self._sin[start:stop, None]
-        turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
+        turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
         first, second = turned.chunk(2, dim=-1)
         return torch.cat([turned * cos + torch.cat([-second, first], dim=-1) * sin, rest], dim=-1)
 
@@ -170,7 +170,7 @@ class DeltaNet:
         raw, z, b, a = self._project(y)
         inputs = torch.cat([state.window, raw])
         mixed = F.silu(sum(inputs[j : j + n] * tap for j, tap in enumerate(self._taps)))
-        q, k, v = mixed.split([m.key_dim, m.key_dim, m.value_dim], dim=-1)
+        q, k, v = torch.split(mixed, [m.key_dim, m.key_dim, m.value_dim], dim=-1)
         q, k = (self._unit_keys(t) for t in (q, k))
         g = -m.A_log.exp() * F.softplus(a + m.dt_bias)
         record = DeltaTokens(raw, k, v.reshape(n, -1, m.head_v_dim), g, b.sigmoid())

@@ -1,0 +1,87 @@
+"""Start SGLang engines on a CPU from one Python process, quickly, one after another.
+
+SGLang spawns a fresh interpreter per scheduler and detokenizer, which then imports for ten seconds. Here they are
+forked from a server process that has done those imports once; all else is SGLang's own ``Engine``.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing as mp
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hypic.platform_cpu import CPU_MODE
+from hypic.platform_cpu.defaults import set_environment
+
+_PRELOAD = ["sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager"]
+
+
+def start_engine(model: str | Path, *, env: Mapping[str, str] | None = None, spawn: bool = False, **server_args: Any) -> Any:
+    """An ``sglang.Engine`` on the CPU. Call its ``shutdown()``; have one alive at a time.
+
+    Args:
+        model: path of a checkpoint, for example ``tiny_models.build("qwen3next")``.
+        env: variables for this engine's processes, on top of this process's own. SGLang loads plugins once per
+            process, so what must reach hooks in *this* process has to be in ``os.environ`` before the first call.
+        spawn: start the processes as SGLang does; needed for variables that are read at import (TRITON_INTERPRET).
+        server_args: fields of SGLang's ServerArgs.
+    """
+    os.environ.setdefault(CPU_MODE, "1")
+    set_environment()
+    server_args = {"log_level": "warning", "skip_server_warmup": True, **server_args}
+    engine = _engine_class(dict(os.environ) | dict(env or {}), spawn)
+    return engine(model_path=str(model), **server_args)
+
+
+@contextmanager
+def running_engine(model: str | Path, **kwargs: Any) -> Iterator[Any]:
+    """:func:`start_engine`, shut down at the end of the block."""
+    engine = start_engine(model, **kwargs)
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+def _engine_class(env: Mapping[str, str], spawn: bool) -> Any:
+    from sglang.srt.entrypoints.engine import Engine
+
+    class ForkedEngine(Engine):
+        run_scheduler_process_func = staticmethod(functools.partial(_in_env, env, "run_scheduler_process"))
+        run_detokenizer_process_func = staticmethod(functools.partial(_in_env, env, "run_detokenizer_process"))
+
+        @classmethod
+        def _launch_scheduler_processes(cls, *args: Any, **kwargs: Any) -> Any:
+            # Engine has just chosen "spawn"; the detokenizer follows in the same call.
+            if not spawn:
+                mp.set_start_method("forkserver", force=True)
+                mp.set_forkserver_preload(_PRELOAD)
+            return super()._launch_scheduler_processes(*args, **kwargs)
+
+        def shutdown(self) -> None:
+            """End this engine's processes; unlike the original, leave the fork server for the next engine."""
+            manager, self.tokenizer_manager = self.tokenizer_manager, None
+            if manager is None:
+                return
+            watchdog = manager._subprocess_watchdog
+            watchdog.stop()
+            for process in watchdog._processes:
+                process.kill()
+                process.join()
+            self.send_to_rpc.close(linger=0)
+
+    return ForkedEngine
+
+
+def _in_env(env: Mapping[str, str], entry: str, *args: Any) -> None:
+    """Run SGLang's process entry point ``entry`` under ``env``."""
+    os.environ.clear()
+    os.environ.update(env)
+    from sglang.srt.managers import detokenizer_manager, scheduler
+
+    target: Callable[..., None] = getattr(scheduler, entry, None) or getattr(detokenizer_manager, entry)
+    target(*args)

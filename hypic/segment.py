@@ -1,7 +1,10 @@
-"""Prompts as spans: what travels from the HTTP process to the scheduler, and the name of a span.
+"""Prompts as spans: cutting, tokenising without drift, what travels to the scheduler, and the name of a span.
 
 A prompt is a list of spans in natural order. Only the spans that are *not* plain are written down: those that may be
 cached, and those that were asked for but declined. Everything between them is plain.
+
+Text is cut *before* it is tokenised and every piece is tokenised by itself, so no merge crosses a cut and a segment has
+the same ids in every prompt.
 
 The wire is ``sampling_params.custom_params``, the one client-visible dictionary that SGLang carries unchanged to the
 scheduler. Its values must be flat (SGLang's msgpack IPC rejects nested lists), hence the ``[start, end, start, ...]``
@@ -11,8 +14,10 @@ lists. The keys are reserved: what a client sends under them is rejected (:func:
 from __future__ import annotations
 
 import hashlib
+from array import array
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -21,6 +26,23 @@ RESERVED_PREFIX = "hypic_"
 """Keys of ``custom_params`` that only the plugin may write."""
 INTERNAL_RID_PREFIX = "hypic-internal-"
 """Request ids that only the plugin may use (compile requests)."""
+
+DECLINE_REASONS: Mapping[str, str] = {
+    "template": "the chat template drops, repeats or changes what was marked, so it cannot be found in the prompt",
+    "empty": "there is no text in what was marked",
+    "nested": "a marked message holds marked parts; only the parts count",
+    "not_text": "what was marked is not text",
+    "token_ids": "the prompt came as token ids beside the messages, which are then not rendered",
+    "multimodal": "the prompt holds images, audio or video",
+    "input_embeds": "the prompt came as embeddings",
+    "session": "the prompt continues a session, whose earlier tokens are not known here",
+    "input_logprobs": "logprobs of prompt tokens inside or before a segment were asked for, which must be computed",
+    "hidden_states": "hidden states of prompt tokens were asked for",
+    "routed_experts": "routed experts or index choices of prompt tokens were asked for",
+    "disaggregation": "prefill and decode run on different servers",
+    "truncated": "the prompt is longer than the context and will be truncated",
+}
+"""Why the HTTP process declines a segment (the scheduler has reasons of its own)."""
 
 _CACHED = "hypic_cached"
 _DECLINED = "hypic_declined"
@@ -148,3 +170,106 @@ def _pairs(key: str, flat: Any) -> list[Bounds]:
 
 def _all_int(values: Iterable[Any]) -> bool:
     return all(type(v) is int for v in values)
+
+
+class Piece(NamedTuple):
+    """A stretch of prompt text that is tokenised by itself."""
+
+    text: str
+    segment: bool
+
+
+def split_at(text: str, separator: str, *, last_is_segment: bool = False) -> list[Piece]:
+    """Cut ``text`` at every ``separator``, which belongs to no piece.
+
+    ``A|B|Q`` is the segments A and B and the plain text Q. Empty pieces vanish, pieces of white space are plain.
+
+    Args:
+        text: what to cut.
+        separator: not empty.
+        last_is_segment: what follows the last separator is a segment too.
+    """
+    texts = text.split(separator)
+    last = len(texts) if last_is_segment else len(texts) - 1
+    return [Piece(t, i < last and bool(t.strip())) for i, t in enumerate(texts) if t]
+
+
+class Tokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    def encode(self, text: str, **kwargs: Any) -> list[int]: ...
+
+
+class Tokens(NamedTuple):
+    """A tokenised prompt: its ids and the bounds of its segments, in natural order."""
+
+    ids: list[int]
+    cached: tuple[Bounds, ...]
+
+
+class SegmentTokenizer:
+    """Tokenises prompts piece by piece, and remembers the ids of segments.
+
+    Special tokens that the tokenizer adds by itself (BOS) are added once, around the whole prompt. Strings in the text
+    that spell a special token become that token, as SGLang has it.
+
+    The memory is an LRU by text, bounded in bytes. Not thread-safe: it lives in the HTTP process's event loop.
+    """
+
+    _ENTRY_OVERHEAD = 160
+
+    def __init__(self, tokenizer: Tokenizer, cache_bytes: int = 64 << 20) -> None:
+        self._tokenizer = tokenizer
+        self._budget = cache_bytes
+        self._used = 0
+        self._ids: OrderedDict[bytes, array[int]] = OrderedDict()
+        self._specials: dict[frozenset[tuple[str, Any]], tuple[list[int], list[int]]] = {}
+        # As SGLang does: only pass the argument where it matters, it is slow or unknown to some tokenizers.
+        adds = len(tokenizer.encode("")) > 0
+        self._bare: dict[str, Any] = {"add_special_tokens": False} if adds else {}
+
+    def tokenize(self, pieces: Sequence[Piece], encode_kwargs: Mapping[str, Any] | None = None) -> Tokens:
+        """Ids of the concatenated pieces, each tokenised by itself.
+
+        Args:
+            pieces: the prompt in natural order.
+            encode_kwargs: what SGLang would pass to ``encode`` for the whole prompt; decides on BOS and EOS.
+        """
+        prefix, suffix = self.specials(encode_kwargs or {})
+        ids, cached = list(prefix), []
+        for text, segment in pieces:
+            start = len(ids)
+            ids += self.segment_ids(text) if segment else self.plain_ids(text)
+            if segment and len(ids) > start:
+                cached.append(Bounds(start, len(ids)))
+        return Tokens(ids + suffix, tuple(cached))
+
+    def plain_ids(self, text: str) -> list[int]:
+        """Ids of ``text`` alone, without BOS or EOS."""
+        return list(self._tokenizer.encode(text, **self._bare)) if text else []
+
+    def segment_ids(self, text: str) -> array[int]:
+        """As :meth:`plain_ids`, remembered."""
+        key = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        found = self._ids.get(key)
+        if found is not None:
+            self._ids.move_to_end(key)
+            return found
+        ids = array("i", self.plain_ids(text))
+        self._ids[key] = ids
+        self._used += self._cost(ids)
+        while self._used > self._budget:
+            self._used -= self._cost(self._ids.popitem(last=False)[1])
+        return ids
+
+    def specials(self, encode_kwargs: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+        """Tokens that ``encode(text, **encode_kwargs)`` puts before and after those of the text itself."""
+        key = frozenset(encode_kwargs.items())
+        if key not in self._specials:
+            bare, whole = self.plain_ids("a"), list(self._tokenizer.encode("a", **encode_kwargs))
+            at = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), None)
+            self._specials[key] = ([], []) if at is None else (whole[:at], whole[at + len(bare) :])
+        return self._specials[key]
+
+    def _cost(self, ids: array[int]) -> int:
+        return ids.itemsize * len(ids) + self._ENTRY_OVERHEAD

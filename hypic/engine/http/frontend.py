@@ -1,0 +1,157 @@
+"""The HTTP process's half of the plugin: what a client marked becomes spans on the wire to the scheduler.
+
+A request's way: an OpenAI handler converts it (:meth:`Frontend.convert_chat`, :meth:`Frontend.convert_completion`) and
+hands over what it knows; ``TokenizerManager.generate_request``, which every endpoint and the in-process engine pass
+through, completes the plan (:meth:`Frontend.generate`), and takes the report out of the outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, NamedTuple
+
+from hypic.config import HypicConfig
+from hypic.engine.http import chat
+from hypic.engine.http.deliver import Delivery
+from hypic.engine.http.intake import attach, choices, late_refusal, refusal, reject_reserved
+from hypic.engine.http.marks import Marks
+from hypic.engine.http.models import GenerateReqInput, Handover
+from hypic.engine.http.options import BadRequest, Options
+from hypic.segment import Bounds, Declined, RequestSpans, SegmentTokenizer, split_at
+
+
+class _Prompt(NamedTuple):
+    """One prompt of a request: its length where it is tokenised (else 0), and its segments."""
+
+    tokens: int
+    cached: tuple[Bounds, ...] = ()
+    declined: tuple[Declined, ...] = ()
+
+
+class Frontend:
+    """Hooks on SGLang's HTTP process, with the state they share: the configuration and one tokenizer with its memory."""
+
+    def __init__(self, config: HypicConfig) -> None:
+        self._config = config
+        self._tokenizer: tuple[Any, SegmentTokenizer] | None = None
+
+    def convert_chat(self, original: Any, handler: Any, request: Any, raw_request: Any = None) -> tuple[Any, Any]:
+        """Around ``OpenAIServingChat._convert_to_internal_request``. Raises BadRequest."""
+        options = Options.parse(request.hypic)
+        ids = request.input_ids
+        if ids is None:
+            options.refuse_segments("mark content parts with cache_control instead, or send input_ids")
+        else:
+            options.refuse_separator()
+        marks = Marks.of(request, self._separator(options) if ids is None else "")
+        if ids is not None:
+            adapted, processed = original(handler, request, raw_request)
+            (cached,) = options.bounds([len(ids)], batch=False)
+            tokens = cached, (Declined(-1, -1, "token_ids"),) * marks.count
+        elif not marks:
+            adapted, processed = original(handler, request, raw_request)
+            tokens = (), ()
+        else:
+            tokenizer = self._tokenizer_of(handler.tokenizer_manager)
+            done = chat.convert(original, handler, request, raw_request, marks, tokenizer)
+            adapted, processed = done.adapted, done.processed
+            tokens = done.tokens.cached if done.tokens else (), done.declined
+        adapted.handover = Handover(options, _salt(request), tokens)
+        return adapted, processed
+
+    def convert_completion(self, original: Any, handler: Any, request: Any, raw_request: Any = None) -> tuple[Any, Any]:
+        """Around ``OpenAIServingCompletion._convert_to_internal_request``. Raises BadRequest."""
+        options = Options.parse(request.hypic)
+        adapted, processed = original(handler, request, raw_request)
+        adapted.handover = Handover(options, _salt(request))
+        separator = self._separator(options)
+        if separator and processed.echo:  # the prompt that is echoed, adapted.text is still to be cut
+            processed.prompt = _without(processed.prompt, separator)
+        return adapted, processed
+
+    async def generate(self, original: Any, manager: Any, obj: Any, request: Any = None) -> AsyncGenerator[Any, None]:
+        """Around ``TokenizerManager.generate_request``. Raises BadRequest before anything is sent."""
+        reject_reserved(obj)
+        delivery = self._admit(manager, obj) if isinstance(obj, GenerateReqInput) else Delivery(wanted=False)
+        async with aclosing(original(manager, obj, request)) as outputs:
+            async for out in outputs:
+                yield delivery.publish(out)
+
+    def _admit(self, manager: Any, obj: GenerateReqInput) -> Delivery:
+        """Plan the request where anything is to be planned, and write the plans into its sampling parameters."""
+        handover = obj.handover or Handover(Options.parse(obj.hypic), obj.extra_key or "")
+        options = handover.options
+        reason = refusal(manager, obj)
+        prompts = self._prompts(manager, obj, handover, reason)
+        plans = []
+        for i, (tokens, cached, declined) in enumerate(prompts):
+            salt = handover.salt if isinstance(handover.salt, str) else handover.salt[i]
+            plan = RequestSpans(cached=cached, declined=declined, salt=salt or "", report=options.report)
+            if why := reason or late_refusal(manager, obj, i, plan, tokens):
+                plan = plan.declining_all(why)
+            plans.append(plan if plan.cached or plan.declined or plan.report else None)
+        attach(obj, plans)
+        obj.delivery = Delivery(wanted=options.report, choices=choices(obj, len(plans)))
+        return obj.delivery
+
+    def _prompts(self, manager: Any, obj: GenerateReqInput, handover: Handover, reason: str | None) -> list[_Prompt]:
+        """The prompts of a request, text cut and tokenised where it holds a separator."""
+        options = handover.options
+        if obj.input_ids is not None:
+            batch = bool(obj.input_ids) and isinstance(obj.input_ids[0], list)
+            lengths = [len(ids) for ids in obj.input_ids] if batch else [len(obj.input_ids)]
+            if handover.tokens is not None:
+                return [_Prompt(lengths[0], *handover.tokens)]
+            options.refuse_separator()
+            bounds = options.bounds(lengths, batch)
+            return [_Prompt(n, cached) for n, cached in zip(lengths, bounds, strict=True)]
+        if handover.tokens is not None:
+            return [_Prompt(0, *handover.tokens)]
+        options.refuse_segments("send input_ids, or cut the text with hypic.separator")
+        if obj.text is None:
+            return [_Prompt(0)] * _embedded(obj.input_embeds)
+        texts = [obj.text] if isinstance(obj.text, str) else obj.text
+        return self._cut(manager, obj, texts, self._separator(options), reason)
+
+    def _cut(
+        self, manager: Any, obj: GenerateReqInput, texts: list[str], separator: str, reason: str | None
+    ) -> list[_Prompt]:
+        """Cut texts at the separator. The request then holds token ids, or text where it is refused or has none."""
+        if not separator or not any(separator in t for t in texts):
+            return [_Prompt(0)] * len(texts)
+        pieces = [split_at(t, separator) for t in texts]
+        if not all(pieces):
+            raise BadRequest(f"the prompt is empty without its separators {separator!r}; send text beside them")
+        single = isinstance(obj.text, str)
+        if reason or manager.tokenizer is None:
+            whole = ["".join(p.text for p in ps) for ps in pieces]
+            obj.text = whole[0] if single else whole
+            return [_Prompt(0, (), tuple(Declined(-1, -1, reason or "") for p in ps if p.segment)) for ps in pieces]
+        tokenizer = self._tokenizer_of(manager)
+        tokens = [tokenizer.tokenize(ps) for ps in pieces]
+        obj.text, obj.input_ids = None, tokens[0].ids if single else [t.ids for t in tokens]
+        return [_Prompt(len(t.ids), t.cached) for t in tokens]
+
+    def _separator(self, options: Options) -> str:
+        return self._config.separator if options.separator is None else options.separator
+
+    def _tokenizer_of(self, manager: Any) -> SegmentTokenizer:
+        if self._tokenizer is None or self._tokenizer[0] is not manager.tokenizer:
+            self._tokenizer = manager.tokenizer, SegmentTokenizer(manager.tokenizer)
+        return self._tokenizer[1]
+
+
+def _embedded(embeds: Any) -> int:
+    """Number of prompts in ``input_embeds``, [tokens, width] or a list of such."""
+    return len(embeds) if embeds and embeds[0] and isinstance(embeds[0][0], list) else 1
+
+
+def _salt(request: Any) -> Any:
+    return request.cache_salt or ""
+
+
+def _without(prompt: Any, separator: str) -> Any:
+    if isinstance(prompt, str):
+        return prompt.replace(separator, "")
+    return [p.replace(separator, "") if isinstance(p, str) else p for p in prompt]

@@ -1,0 +1,122 @@
+"""The ``"hypic": {...}`` object of a request, checked: every error names the input and the remedy.
+
+All errors are ValueErrors, which SGLang answers with status 400.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+
+from hypic.segment import Bounds
+
+
+class BadRequest(ValueError):
+    """The request cannot be served as written; the text says what to change."""
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client may ask for in ``"hypic"``.
+
+    Attributes:
+        separator: cut text here, for this request; "" turns the server's own separator off; null leaves it on.
+        segments: ``[[start, end], ...]`` in token ids input, one such list for each prompt of a batch.
+        report: put the report into the response.
+    """
+
+    separator: str | None = None
+    segments: Any = None
+    report: bool = False
+
+    @classmethod
+    def parse(cls, raw: Any) -> Options:
+        """Check a decoded ``"hypic"`` value; null is the defaults. Raises BadRequest."""
+        if raw is None:
+            return cls()
+        if not isinstance(raw, dict):
+            raise BadRequest(f"hypic: must be an object with the keys {_keys()}, got {type(raw).__name__}")
+        for key in raw:
+            if key not in cls.__struct_fields__:
+                raise BadRequest(f"hypic: unknown key {key!r}; valid keys are {_keys()}")
+        separator, report = raw.get("separator"), raw.get("report")
+        if separator is not None and not isinstance(separator, str):
+            raise BadRequest(f"hypic.separator: must be a string, got {_show(separator)}")
+        if report is not None and not isinstance(report, bool):
+            raise BadRequest(f"hypic.report: must be true or false, got {_show(report)}")
+        segments = raw.get("segments")
+        if segments is not None and not isinstance(segments, list):
+            raise BadRequest(f"hypic.segments: must be a list of [start, end] pairs, got {_show(segments)}")
+        return cls(separator=separator, segments=segments, report=bool(report))
+
+    def bounds(self, prompts: Sequence[int], batch: bool) -> list[tuple[Bounds, ...]]:
+        """Segments of each prompt, sorted.
+
+        Args:
+            prompts: the length of each prompt in tokens.
+            batch: the client sent a list of prompts; then ``segments`` holds one list (or null) for each.
+
+        Raises:
+            BadRequest: an entry is no pair of integers, is empty, overlaps another or leaves its prompt.
+        """
+        if self.segments is None:
+            return [()] * len(prompts)
+        if not batch:
+            return [_bounds(self.segments, prompts[0], "hypic.segments")]
+        if len(self.segments) != len(prompts) or not all(s is None or _is_list_of_lists(s) for s in self.segments):
+            raise BadRequest(
+                f"hypic.segments: for a batch of {len(prompts)} prompts send {len(prompts)} lists of [start, end] pairs, "
+                f"one for each prompt (null or [] where it has none), got {_show(self.segments)}"
+            )
+        return [
+            _bounds(s or [], n, f"hypic.segments[{i}]")
+            for i, (s, n) in enumerate(zip(self.segments, prompts, strict=True))
+        ]
+
+    def refuse_segments(self, remedy: str) -> None:
+        """Raises BadRequest if ``segments`` came with text, which has no token positions yet."""
+        if self.segments is not None:
+            raise BadRequest(f"hypic.segments: are token positions and need a prompt of token ids; {remedy}")
+
+    def refuse_separator(self) -> None:
+        """Raises BadRequest if a separator came with token ids, which hold no text to cut."""
+        if self.separator:
+            raise BadRequest(
+                f"hypic.separator {_show(self.separator)}: cuts text, but the prompt is token ids; "
+                "send text, or the positions as hypic.segments"
+            )
+
+
+def _bounds(entries: list[Any], tokens: int, where: str) -> tuple[Bounds, ...]:
+    for i, entry in enumerate(entries):
+        at = f"{where}[{i}]"
+        if not (isinstance(entry, (list, tuple)) and len(entry) == 2 and all(type(n) is int for n in entry)):
+            raise BadRequest(f"{at}: must be two integers [start, end], got {_show(entry)}")
+        start, end = entry
+        if start >= end:
+            raise BadRequest(f"{at} = [{start}, {end}]: is empty; end is exclusive and must be greater than start")
+        if start < 0 or end > tokens:
+            raise BadRequest(f"{at} = [{start}, {end}]: leaves the prompt, which has tokens 0 to {tokens}")
+    order = sorted(range(len(entries)), key=lambda i: entries[i])
+    for a, b in pairwise(order):
+        if entries[b][0] < entries[a][1]:
+            raise BadRequest(
+                f"{where}[{b}] = {list(entries[b])} overlaps {where}[{a}] = {list(entries[a])}; "
+                "segments may touch but not share tokens"
+            )
+    return tuple(Bounds(*entries[i]) for i in order)
+
+
+def _is_list_of_lists(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(v, (list, tuple)) for v in value)
+
+
+def _keys() -> str:
+    return ", ".join(sorted(Options.__struct_fields__))
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,153 @@
+"""Gated delta networks: the linear layers of a batch follow the run plan.
+
+Seams and short runs go through one chain kernel, which joins artifacts as it passes them; long runs, ordinary rows and
+compiling rows go through SGLang's own kernels. Both read and write the request's own state slot, so they compose in any
+order. Compiling rows also yield (T, S) of their interior.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hypic.engine.batch import CompileRow, Stage, linear_stages
+from hypic.kernels.gdn_chain import ChainPlan, gdn_chain
+from hypic.kernels.gdn_inputs import InputsPlan, gdn_inputs
+from hypic.kernels.gdn_transition import TransitionPlan, gdn_transition
+
+if TYPE_CHECKING:
+    from hypic.engine.forward import ForwardPlan, LinkRuntime
+
+
+class _Step:
+    """A Stage on the device."""
+
+    def __init__(self, backend: Any, fb: Any, stage: Stage, slots: torch.Tensor, conv_width: int):
+        device = slots.device
+        self.chain = self.native = self.tokens = None
+        if stage.chains:
+            rows = torch.tensor([c.row for c in stage.chains], device=device)
+            self.chain = ChainPlan.build(
+                rows=[c.items for c in stage.chains],
+                slot=slots[rows],
+                fresh=[c.fresh for c in stage.chains],
+                conv_width=conv_width,
+                device=device,
+            )
+        if stage.natives:
+            self._plan_native(backend, fb, stage, device)
+        kept = [(c.row, c.slot) for c in stage.checkpoints]
+        self.checkpoints = None
+        if kept:
+            source, target = torch.tensor(kept, device=device).t()
+            self.checkpoints = slots[source], backend._translate_mamba_indices(target)
+
+    def _plan_native(self, backend: Any, fb: Any, stage: Stage, device: torch.device) -> None:
+        from hypic.engine.attention import view_rows
+
+        natives = stage.natives
+        self.native = view_rows(fb, [n.row for n in natives], [n.start for n in natives], [n.length for n in natives])
+        if self.native.extend_num_tokens != fb.extend_num_tokens:
+            self.tokens = torch.cat([torch.arange(n.token, n.token + n.length) for n in natives]).to(device, non_blocking=True)
+        backend.native_metadata(self.native)
+        self.metadata = backend.forward_metadata
+
+
+class LinkedGdn:
+    """Mixin in front of SGLang's GDNAttnBackend."""
+
+    hypic_plan: ForwardPlan
+    hypic_runtime: LinkRuntime
+    forward_metadata: Any
+
+    def native_metadata(self, view: Any) -> None:
+        super().init_forward_metadata(view)  # type: ignore[misc]
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        plan, linear = self.hypic_plan, self.hypic_runtime.layout.linear
+        assert linear is not None
+        pool = self.req_to_token_pool  # type: ignore[attr-defined]
+        slots = self._translate_mamba_indices(pool.get_mamba_indices(forward_batch.req_pool_indices)).to(torch.int64)  # type: ignore[attr-defined]
+        stages = linear_stages(plan.batch, plan.prefix_lens, plan.extend_lens, linear.conv_width)
+        self._steps = [_Step(self, forward_batch, stage, slots, linear.conv_width + 1) for stage in stages]
+        self._plan_compiles(slots, linear.conv_width + 1)
+
+    def _plan_compiles(self, slots: torch.Tensor, conv_width: int) -> None:
+        plan = self.hypic_plan
+        rows = sorted(plan.batch.compiles)
+        self._compiles: list[CompileRow] = [plan.batch.compiles[r] for r in rows]
+        if not rows:
+            return
+        device = slots.device
+        where = slots[torch.tensor(rows, device=device)]
+        skips = [min(max(c.compile.seam_window - c.begin, 0), c.end - c.begin) for c in self._compiles]
+        self._inputs = InputsPlan.build(
+            seq_tok=[int(plan.tokens[r]) for r in rows],
+            seq_len=[c.end - c.begin for c in self._compiles],
+            seq_slot=where,
+            seq_fresh=[c.begin == 0 for c in self._compiles],
+            seq_skip=skips,
+            conv_width=conv_width,
+            device=device,
+        )
+        cu = [0]
+        for c, skip in zip(self._compiles, skips, strict=True):
+            cu.append(cu[-1] + c.end - c.begin - skip)
+        self._transition = TransitionPlan.build(
+            cu=cu,
+            blob=[c.compile.artifact.base for c in self._compiles],
+            first=[c.begin <= c.compile.seam_window for c in self._compiles],
+            device=device,
+        )
+        self._tails = [(c.compile.artifact.base, where[i]) for i, c in enumerate(self._compiles) if c.last]
+
+    def forward_extend(self, layer: Any, forward_batch: Any, mixed_qkv: Any, a: Any, b: Any, **kwargs: Any) -> Any:
+        runtime, layer_id = self.hypic_runtime, layer.layer_id
+        layout, arena = runtime.layout, runtime.arena.buffer
+        cache = self.req_to_token_pool.mamba2_layer_cache(layer_id)  # type: ignore[attr-defined]
+        conv, state = cache.conv[0], cache.temporal
+        params = dict(
+            conv_weight=layer.conv_weights,
+            conv_bias=layer.bias,
+            activation=layer.activation,
+            A_log=layer.A_log,
+            dt_bias=layer.dt_bias,
+            num_k_heads=layer.num_k_heads,
+            num_v_heads=layer.num_v_heads,
+            head_k_dim=layer.head_k_dim,
+            head_v_dim=layer.head_v_dim,
+            conv_pool=conv,
+        )
+        offsets = dict(t_off=layout.t_offset(layer_id), s_off=layout.s_offset(layer_id))
+        if self._compiles:
+            # Before the native kernel moves the conv window on.
+            k, v, g, beta = gdn_inputs(mixed_qkv, a, b, plan=self._inputs, **params)
+            gdn_transition(k, v, g, beta, arena=arena, plan=self._transition, **offsets)
+        out = mixed_qkv.new_empty(1, mixed_qkv.shape[0], layer.num_v_heads, layer.head_v_dim)
+        for step in self._steps:
+            if step.chain is not None:
+                gdn_chain(
+                    mixed_qkv, a, b, **params, ssm_pool=state, arena=arena, **offsets,
+                    c_off=layout.conv_offset(layer_id), plan=step.chain, out=out[0],
+                )  # fmt: skip
+            if step.native is not None:
+                self.forward_metadata = step.metadata
+                if step.tokens is None:
+                    out = self._native(layer, step.native, mixed_qkv, a, b, **kwargs)
+                else:
+                    t = step.tokens
+                    part = self._native(layer, step.native, mixed_qkv[t], a[t], b[t], **kwargs)
+                    out.index_copy_(1, t, part.view(1, -1, *out.shape[2:]).to(out.dtype))
+            if step.checkpoints is not None:
+                source, target = step.checkpoints
+                conv[target], state[target] = conv[source], state[source]
+        if self._compiles:
+            width = conv[0].numel() * conv.element_size()
+            for base, slot in self._tails:
+                at = base + layout.conv_offset(layer_id)
+                arena[at : at + width].view(conv.dtype).view(conv.shape[1:]).copy_(conv[slot])
+        return out
+
+    def _native(self, layer: Any, view: Any, mixed_qkv: Any, a: Any, b: Any, **kwargs: Any) -> torch.Tensor:
+        return super().forward_extend(layer=layer, forward_batch=view, mixed_qkv=mixed_qkv, a=a, b=b, **kwargs)  # type: ignore[misc]

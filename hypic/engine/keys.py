@@ -1,0 +1,79 @@
+"""Store keys, the model fingerprint, and the radix namespace of linked requests (DESIGN section 2, keys)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+METHOD = "seam"
+"""The caching method: seam window recomputed, interior joined by (T, S) and relocated KV."""
+
+_NAMESPACE = "\x1fhypic:"
+
+
+def _digest(*parts: bytes) -> bytes:
+    """Digest of the parts with their lengths, so that no two splits of the same bytes agree."""
+    h = hashlib.blake2b(digest_size=24)
+    for part in parts:
+        h.update(len(part).to_bytes(8, "little"))
+        h.update(part)
+    return h.digest()
+
+
+def artifact_key(identity: KeyIdentity, tenant: str, adapter: str, tokens: array) -> bytes:
+    """Store key of a segment: everything an artifact is a function of, plus the tenant it may be shared within."""
+    return _digest(identity.digest, tenant.encode(), adapter.encode(), tokens.tobytes())
+
+
+def link_namespace(extra_key: str | None, tenant: str, seam_window: int) -> str:
+    """Radix `extra_key` of a linked request: the original one plus method, w and the tenant with its length.
+
+    SGLang joins cache_salt, extra_key and adapter with nothing between; the length keeps ("a", "bc") and ("ab", "c")
+    apart. Span boundaries live in the marked token ids (:func:`hypic.plan.mark_interiors`).
+    """
+    return f"{extra_key or ''}{_NAMESPACE}{METHOD}:{seam_window}:{len(tenant)}:{tenant}"
+
+
+class KeyIdentity(msgspec.Struct, frozen=True):
+    """What all artifacts of one server (and rank) have in common."""
+
+    fingerprint: str
+    dtype: str
+    tp_rank: int
+    tp_size: int
+    method: str
+    seam_window: int
+    weights_version: int = 0
+
+    @property
+    def digest(self) -> bytes:
+        return _digest(msgspec.msgpack.encode(self))
+
+    def next_weights(self) -> KeyIdentity:
+        """Identity after `update_weights*`: nothing compiled before is found again."""
+        return msgspec.structs.replace(self, weights_version=self.weights_version + 1)
+
+
+def model_fingerprint(model_path: str, hf_config: Any, load_format: str = "auto") -> str:
+    """Digest of the config and of the weight files' names, sizes and mtimes, and of the weight index.
+
+    Reads no weights. For a model that is not a local folder, the config and the path identify it.
+    """
+    config = json.dumps(hf_config.to_dict() if hasattr(hf_config, "to_dict") else vars(hf_config), sort_keys=True, default=str)
+    parts = [config.encode(), str(load_format).encode()]
+    folder = Path(model_path)
+    if folder.is_dir():
+        for f in sorted(folder.iterdir()):
+            if f.suffix in (".safetensors", ".bin", ".pt", ".gguf"):
+                stat = f.stat()
+                parts.append(f"{f.name}:{stat.st_size}:{stat.st_mtime_ns}".encode())
+            elif f.name.endswith(".index.json"):
+                parts.append(hashlib.blake2b(f.read_bytes(), digest_size=16).digest())
+    else:
+        parts.append(model_path.encode())
+    return _digest(*parts).hex()

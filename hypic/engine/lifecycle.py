@@ -1,0 +1,197 @@
+"""Hooks on SGLang's start-up and on its scheduler loop; thin, the work is in LinkManager and LinkRuntime."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hypic.artifact.arena import Arena
+from hypic.artifact.store import Artifact, ArtifactStore
+from hypic.config import HypicConfig, from_env
+from hypic.engine import keys, model, support
+from hypic.engine.forward import LinkRuntime
+from hypic.engine.manager import LinkManager
+from hypic.engine.metrics import EngineMetrics
+from hypic.engine.request import compile_of
+
+logger = logging.getLogger(__name__)
+
+CPU_ARENA_BYTES = 1 << 30
+GPU_ARENA_SHARE = 0.10
+"""Share of the device memory free after loading the weights, where --hypic-memory is not given."""
+
+
+# ---------------------------------------------------------------------- start-up
+
+
+def check_server_args(_: Any, args: Any) -> None:
+    """After ServerArgs.__post_init__: the first code of SGLang that runs with the hooks and may still stop the server."""
+    from hypic.engine.plugin import require_applied
+
+    require_applied()
+    support.check_server_args(args)
+
+
+def allocate_arena(model_runner: Any, *_: Any, **__: Any) -> None:
+    """Before the KV pools are sized: take the arena's memory, so that SGLang's plan counts it as used."""
+    if model_runner.is_draft_worker:
+        return
+    nbytes = arena_bytes(from_env(), model_runner.device)
+    model_runner.hypic = LinkRuntime(Arena(nbytes, model_runner.device))
+    logger.info("hypic: artifact arena of %.1f MiB on %s", nbytes / 2**20, model_runner.device)
+
+
+def arena_bytes(config: HypicConfig, device: str) -> int:
+    """Size of the arena: --hypic-memory, or a default by device."""
+    if config.memory:
+        return config.memory
+    if device == "cpu":
+        return CPU_ARENA_BYTES
+    free, _ = torch.cuda.mem_get_info()
+    return int(free * GPU_ARENA_SHARE)
+
+
+def attach_runtime(_: Any, model_runner: Any) -> None:
+    """After the attention backends exist: shapes of the artifact, and the start-up self-check."""
+    if model_runner.is_draft_worker:
+        return
+    runtime: LinkRuntime = model_runner.hypic
+    layout = model.read_layout(model_runner)
+    rotary = None
+    if from_env().start_check:
+        rotary, runtime.off = model.prove(model_runner, layout)
+    elif layout.full is not None:
+        from hypic.engine.relocation import find_rotary
+
+        rotary = find_rotary(model_runner.model, layout.full.layer_ids, model_runner.model_config.context_len)
+    runtime.attach(model_runner, layout, rotary)
+    if runtime.off is not None:
+        logger.error("hypic: position-independent caching is off, requests are served natively: %s", runtime.off)
+
+
+def attach_manager(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
+    """After Scheduler.__init__: everything it needs is loaded."""
+    from hypic.engine.plugin import require_applied
+
+    require_applied()
+    config, runner = from_env(), scheduler.tp_worker.model_runner
+    runtime: LinkRuntime = runner.hypic
+    args = scheduler.server_args
+    identity = keys.KeyIdentity(
+        fingerprint=keys.model_fingerprint(args.model_path, runner.model_config.hf_config, args.load_format),
+        dtype=str(runner.dtype),
+        tp_rank=scheduler.ps.tp_rank,
+        tp_size=scheduler.ps.tp_size,
+        method=keys.METHOD,
+        seam_window=config.seam_window,
+    )
+    labels = None
+    if args.enable_metrics:
+        labels = {"model_name": args.served_model_name, "tp_rank": str(scheduler.ps.tp_rank)}
+    manager = LinkManager(
+        scheduler,
+        config,
+        ArtifactStore(runtime.arena),
+        runtime.layout,
+        identity,
+        lambda tokens, rid, parent: spawn_compile(scheduler, tokens, rid, parent),
+        EngineMetrics(labels),
+        f"off: {runtime.off}" if runtime.off else None,
+    )
+    scheduler.hypic = manager
+
+    def header(artifact: Artifact) -> bytes:
+        return manager.header(artifact.tokens, artifact.adapter)
+
+    runtime.header = header
+    runtime.weights_listeners.append(manager.new_weights)
+
+
+def spawn_compile(scheduler: Any, tokens: array, rid: str, parent: Any) -> Any:
+    """An internal request that prefills one segment alone: no radix sharing, one token of output that nobody reads."""
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+    params.normalize(None)
+    req = Req(
+        rid,
+        "",
+        tokens,
+        params,
+        lora_id=parent.lora_id,
+        eos_token_ids=scheduler.model_config.hf_eos_token_id,
+        vocab_size=scheduler.model_config.vocab_size,
+        priority=parent.priority,
+        extra_key=rid,
+    )
+    req.tokenizer = scheduler.tokenizer
+    req.skip_radix_cache_insert = True
+    scheduler.init_req_max_new_tokens(req)
+    return req
+
+
+def hide_compiles_from_load(_: Any, scheduler: Any) -> None:
+    scheduler.load_inquirer = dataclasses.replace(
+        scheduler.load_inquirer,
+        get_waiting_queue=lambda: [r for r in scheduler.waiting_queue if compile_of(r) is None],
+    )
+
+
+# ---------------------------------------------------------------------- the scheduler loop
+
+
+def add_request_to_queue(original: Callable[..., None], scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
+    if args:
+        kwargs["is_retracted"] = args[0]
+    scheduler.hypic.enqueue(original, req, **kwargs)
+
+
+def before_scheduling(scheduler: Any, *_: Any, **__: Any) -> None:
+    scheduler.hypic.sweep()
+
+
+def after_batch_result(_: Any, scheduler: Any, batch: Any, result: Any) -> None:
+    if batch.forward_mode.is_extend():
+        scheduler.hypic.on_batch_result(batch)
+
+
+def abort_on_queued_limit(original: Callable[..., bool], scheduler: Any, recv_req: Any) -> bool:
+    """The queue limit counts clients' requests."""
+    limit, compiling = scheduler.max_queued_requests, scheduler.hypic.compiling
+    if limit is None or not compiling:
+        return original(scheduler, recv_req)
+    queued = sum(compile_of(r) is not None for r in scheduler.waiting_queue)
+    scheduler.max_queued_requests = limit + queued
+    try:
+        return original(scheduler, recv_req)
+    finally:
+        scheduler.max_queued_requests = limit
+
+
+def after_flush(flushed: bool, scheduler: Any, *_: Any, **__: Any) -> None:
+    if flushed:
+        scheduler.hypic.flush()
+
+
+def after_unload_adapter(_: Any, scheduler: Any, recv_req: Any) -> None:
+    if recv_req.lora_id is not None:
+        scheduler.hypic.drop_adapter(recv_req.lora_id)
+
+
+def after_new_weights(_: Any, worker: Any, *__: Any, **___: Any) -> None:
+    for listener in worker.model_runner.hypic.weights_listeners:
+        listener()
+
+
+def stream_output(
+    original: Callable[..., None], streamer: Any, reqs: list[Any], return_logprob: bool, skip_req: Any = None
+) -> None:
+    if any(compile_of(r) is not None for r in reqs):
+        reqs = [r for r in reqs if compile_of(r) is None]
+    original(streamer, reqs, return_logprob, skip_req)

@@ -1,0 +1,362 @@
+"""The scheduler's side of compile and link: which artifacts a request needs, who compiles them, when it may run.
+
+One LinkManager a scheduler. All decisions depend on the request stream and logical clocks alone, so TP ranks agree.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+from hypic.artifact.layout import ArtifactLayout, Header, encode_header, token_bytes
+from hypic.artifact.store import Artifact, ArtifactStore, Request
+from hypic.config import HypicConfig
+from hypic.engine import keys
+from hypic.engine.metrics import EngineMetrics
+from hypic.engine.request import Compile, Link, LinkState, Segment, compile_of, link_of
+from hypic.plan import mark_interiors
+from hypic.segment import INTERNAL_RID_PREFIX, MalformedSpans, RequestSpans
+
+logger = logging.getLogger(__name__)
+
+NATIVE_REASONS: tuple[tuple[str, Callable[[Any], bool]], ...] = (
+    ("input_embeds", lambda r: r.input_embeds is not None),
+    ("multimodal", lambda r: r.multimodal_inputs is not None),
+    ("embed_overrides", lambda r: r.positional_embed_overrides is not None),
+    ("session", lambda r: r.session is not None or r.session_id is not None),
+    ("routed_experts", lambda r: r.return_routed_experts or r.return_indexer_topk),
+    ("hidden_states", lambda r: bool(r.return_hidden_states)),
+)
+"""Requests that SGLang must serve alone: what they return or take is defined token by token over the whole prompt."""
+
+
+class LinkManager:
+    """Artifacts and their users on one scheduler.
+
+    Args:
+        scheduler: SGLang's Scheduler.
+        config: the plugin's settings.
+        store: artifacts of this rank.
+        layout: blob layout of the loaded model.
+        identity: what all keys have in common.
+        spawn: makes a compile request (a SGLang Req) for (tokens, rid, parent request).
+        off: why PIC is off (self-check failed), or None.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        config: HypicConfig,
+        store: ArtifactStore,
+        layout: ArtifactLayout,
+        identity: keys.KeyIdentity,
+        spawn: Callable[[array, str, Any], Any],
+        metrics: EngineMetrics,
+        off: str | None = None,
+    ):
+        self.scheduler = scheduler
+        self.config, self.store, self.layout, self.identity, self.off = config, store, layout, identity, off
+        self.metrics = metrics
+        self._spawn = spawn
+        self._waiting: dict[int, Any] = {}
+        """Linked requests that sit in the waiting queue, by id(req)."""
+        self._inflight: dict[bytes, Any] = {}
+        """Compile requests by artifact key."""
+        self._memory_queue: list[Any] = []
+        """Requests that wait for arena space; only the first may take it, so a large one is not starved."""
+        self._serial = itertools.count()
+
+    # ------------------------------------------------------------------ arrival
+
+    def enqueue(self, add: Callable[..., None], req: Any, **kwargs: Any) -> None:
+        """Queue a request; a linked one brings its compile requests along, in front of it."""
+        link = self._plan(req)
+        if link is None or not link.linked:
+            add(self.scheduler, req, **kwargs)
+            return
+        link.state, link.layout = LinkState.NEW, None
+        add(self.scheduler, req, **kwargs)
+        if req not in self.scheduler.waiting_queue:
+            return
+        self._waiting[id(req)] = req
+        self.resolve(req)
+
+    def _plan(self, req: Any) -> Link | None:
+        """The request's Link; made on first sight from what the frontend wrote into `custom_params`."""
+        if hasattr(req, "hypic"):
+            return link_of(req)
+        req.hypic = None
+        try:
+            spans = RequestSpans.from_params(req.sampling_params.custom_params, len(req.origin_input_ids))
+        except MalformedSpans as e:
+            if req.finished_reason is None and req.to_finish is None:
+                logger.warning("request %s served natively: %s", req.rid, e)
+                self.metrics.fallback("malformed")
+            return None
+        if spans is None or req.finished_reason is not None or req.to_finish is not None:
+            return None
+        adapter = req.lora_id or ""
+        segments = []
+        for start, end in spans.cached:
+            tokens = req.origin_input_ids[start:end]
+            segments.append(Segment(start, end, tokens, keys.artifact_key(self.identity, spans.salt, adapter, tokens)))
+        link = Link(spans, segments, self.config.seam_window, self)
+        self._settle(link, req)
+        if link.linked:
+            req.extra_key = keys.link_namespace(req.extra_key, spans.salt, link.seam_window)
+        req.hypic = link
+        return link
+
+    def _settle(self, link: Link, req: Any) -> None:
+        """Segments that no artifact can serve become plain, with the reason."""
+        native = self.off or next((name for name, applies in NATIVE_REASONS if applies(req)), None)
+        if native is None and req.return_logprob and 0 <= req.logprob_start_len < max((s.end for s in link.segments), default=0):
+            native = "input_logprobs"
+        total = len(req.origin_input_ids)
+        for s in link.segments:
+            if native is not None:
+                s.make_plain("declined", native)
+            elif s.length <= link.seam_window or s.length < self.config.min_segment:
+                s.make_plain("too_short")
+            elif s.end == total:
+                s.make_plain("declined", "prompt_end")
+
+    # ------------------------------------------------------------------ artifacts for a request
+
+    def resolve(self, req: Any) -> None:
+        """Lock what is there, reserve and compile what is missing: all of it, or wait."""
+        link = link_of(req)
+        assert link is not None
+        hit = self._radix_hit(req, link)
+        need = [s for s in link.linked if s.end > hit]
+        found: dict[bytes, Artifact | None] = {s.key: self.store.find(s.key, s.tokens) for s in need}
+        for s in need:
+            if (artifact := found[s.key]) is not None:
+                self._hold(s, artifact, req)
+        missing = {s.key: s for s in reversed(need) if found[s.key] is None}
+        queued_before = bool(missing and self._memory_queue and self._memory_queue[0] is not req)
+        made = None if queued_before else self.store.reserve(self._space(missing[k], req) for k in reversed(missing))
+        if made is None:
+            alone = self.store.locked() == len(link.artifacts)
+            self._drop_locks(link)
+            if self._shrink(need, req, alone and not queued_before):
+                self.resolve(req)
+                return
+            link.state = LinkState.WAITING
+            if req not in self._memory_queue:
+                self._memory_queue.append(req)
+            return
+        if req in self._memory_queue:
+            self._memory_queue.remove(req)
+        for artifact in made:
+            self._start_compile(artifact, req)
+            for s in need:
+                if s.key == artifact.key:
+                    self._hold(s, artifact, req, compiled=True)
+        for s in link.linked:
+            if s.end <= hit and s.outcome is None:
+                s.outcome = "hit_radix"
+        link.state = LinkState.HELD
+        self._poll_held(link)
+
+    def _hold(self, s: Segment, artifact: Artifact, req: Any, compiled: bool = False) -> None:
+        if s.artifact is not None:
+            return
+        self.store.lock(artifact)
+        s.artifact = artifact
+        if s.outcome is None or s.outcome == "hit_radix":
+            s.outcome = "compiled" if compiled else "hit_device" if artifact.ready else "waited"
+
+    def _space(self, s: Segment, req: Any) -> Request:
+        header = self.header(s.tokens, req.lora_id or "")
+        payload = self.layout.payload_bytes(s.length - self.config.seam_window)
+        return Request(s.key, s.tokens, req.lora_id or "", len(header), payload)
+
+    def header(self, tokens: array, adapter: str) -> bytes:
+        """Header bytes of the artifact of `tokens`."""
+        ident = self.identity
+        return encode_header(
+            Header(
+                fingerprint=f"{ident.fingerprint}+{ident.weights_version}",
+                method=ident.method,
+                seam_window=ident.seam_window,
+                adapter=adapter,
+                tp_rank=ident.tp_rank,
+                tp_size=ident.tp_size,
+                linear=self.layout.linear,
+                full=self.layout.full,
+                tokens=token_bytes(tokens),
+            )
+        )
+
+    def _shrink(self, need: list[Segment], req: Any, alone: bool) -> bool:
+        """If the arena cannot hold the request even by itself, let what does not fit be plain. True if something changed.
+
+        Args:
+            alone: nobody else holds a lock, so waiting cannot help (the request's own hits leave holes too small).
+        """
+        sizes = {s.key: self._space(s, req).nbytes for s in need}
+        total, too_much = 0, set()
+        for key, size in sizes.items():
+            if total + size > self.store.capacity:
+                too_much.add(key)
+            else:
+                total += size
+        if alone and not too_much and sizes:
+            too_much.add(max(sizes, key=lambda k: (sizes[k], k)))
+        for s in need:
+            if s.key in too_much:
+                s.make_plain("declined", "arena_full")
+        return bool(too_much)
+
+    def _radix_hit(self, req: Any, link: Link) -> int:
+        """Tokens of the prompt that the radix tree holds under the link's key (a probe: nothing is locked or copied)."""
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        ids = array("q", mark_interiors(req.origin_input_ids, link.interiors()).tobytes())
+        key = RadixKey(token_ids=ids, extra_key=req.extra_key, limit=len(ids) - 1)
+        return len(self.scheduler.tree_cache.match_prefix(MatchPrefixParams(key=key)).device_indices)
+
+    # ------------------------------------------------------------------ compile requests
+
+    def _start_compile(self, artifact: Artifact, parent: Any) -> None:
+        rid = f"{INTERNAL_RID_PREFIX}{artifact.key.hex()[:16]}-{next(self._serial)}"
+        req = self._spawn(artifact.tokens, rid, parent)
+        req.hypic = Compile(artifact, self.config.seam_window, started=time.perf_counter())
+        self._inflight[artifact.key] = req
+        req.time_stats.set_wait_queue_entry_time()
+        queue = self.scheduler.waiting_queue
+        queue.insert(next((i for i, r in enumerate(queue) if r is parent), len(queue)), req)
+
+    def on_batch_result(self, batch: Any) -> None:
+        """After a forward's result is processed: finished compiles become artifacts, finished prefills let go of theirs."""
+        for req in batch.reqs:
+            state = getattr(req, "hypic", None)
+            if isinstance(state, Compile) and req.finished() and self._inflight.get(state.artifact.key) is req:
+                if state.complete:
+                    del self._inflight[state.artifact.key]
+                    self.store.commit(state.artifact)
+                    self.metrics.compiled(state.length, time.perf_counter() - state.started)
+                else:
+                    self._fail(req)
+            elif isinstance(state, Link) and state.state is LinkState.ADMITTED and (req.output_ids or req.finished()):
+                self.finish(req)
+
+    def _fail(self, compile_req: Any) -> None:
+        """A compile ended without an artifact: its segment is plain for the requests that wait for it."""
+        state = compile_of(compile_req)
+        assert state is not None
+        artifact = state.artifact
+        self._inflight.pop(artifact.key, None)
+        for req in self._waiting.values():
+            link = link_of(req)
+            assert link is not None
+            for s in link.segments:
+                if s.artifact is artifact:
+                    s.artifact = None
+                    self.store.unlock(artifact)
+                    s.make_plain("declined", "compile_failed")
+        self.store.discard(artifact)
+        self.metrics.fallback("compile_failed")
+
+    # ------------------------------------------------------------------ admission
+
+    def poll(self, req: Any) -> bool:
+        """Whether a linked request in the waiting queue may be admitted now."""
+        link = link_of(req)
+        assert link is not None
+        if any(a.stale for a in link.artifacts):
+            self._drop_locks(link)
+            link.state = LinkState.NEW
+        if link.state in (LinkState.NEW, LinkState.WAITING):
+            self.resolve(req)
+        elif link.state is LinkState.HELD:
+            self._poll_held(link)
+        return link.state is LinkState.READY
+
+    @staticmethod
+    def _poll_held(link: Link) -> None:
+        if all(a.ready for a in link.artifacts):
+            link.state = LinkState.READY
+
+    def admitted(self, req: Any) -> None:
+        """The request is in the next batch."""
+        link = link_of(req)
+        assert link is not None
+        link.state = LinkState.ADMITTED
+        self._waiting.pop(id(req), None)
+
+    def finish(self, req: Any) -> None:
+        """The request needs its artifacts no more (prefill done, aborted or retracted)."""
+        link = link_of(req)
+        assert link is not None
+        self._waiting.pop(id(req), None)
+        self._drop_locks(link)
+        link.state, link.reserved = LinkState.DONE, None
+
+    def _drop_locks(self, link: Link) -> None:
+        for s in link.segments:
+            if s.artifact is not None:
+                self.store.unlock(s.artifact)
+                s.artifact = None
+
+    def sweep(self) -> None:
+        """Notice what left the queues without a word: aborted links let go, aborted compiles fail. Every scheduling step."""
+        if self._waiting:
+            queued = {id(r) for r in self.scheduler.waiting_queue}
+            for key in [k for k in self._waiting if k not in queued]:
+                req = self._waiting[key]
+                if req in self._memory_queue:
+                    self._memory_queue.remove(req)
+                self.finish(req)
+        if self._inflight:
+            alive = _alive(self.scheduler)
+            for req in [r for r in self._inflight.values() if id(r) not in alive]:
+                self._fail(req)
+        self.metrics.gauges(self.store, sum(link_of(r).state is not LinkState.READY for r in self._waiting.values()))
+
+    # ------------------------------------------------------------------ invalidation
+
+    def flush(self) -> None:
+        """`/flush_cache`: drop all artifacts."""
+        self.store.invalidate()
+
+    def new_weights(self) -> None:
+        """`update_weights*`: drop all artifacts, and never find an older one again."""
+        self.identity = self.identity.next_weights()
+        self.store.invalidate()
+        for req in self._waiting.values():
+            link = link_of(req)
+            assert link is not None
+            for s in link.segments:
+                s.key = keys.artifact_key(self.identity, link.spans.salt, req.lora_id or "", s.tokens)
+
+    def drop_adapter(self, adapter: str) -> None:
+        """Adapter unloaded: drop what was compiled under it."""
+        self.store.invalidate(lambda a: a.adapter == adapter)
+
+    @property
+    def held(self) -> int:
+        """Linked requests in the waiting queue."""
+        return len(self._waiting)
+
+    @property
+    def compiling(self) -> int:
+        return len(self._inflight)
+
+
+def _alive(scheduler: Any) -> set[int]:
+    """ids of the requests SGLang still knows: queued, chunked, running, or in a result that is still to be processed."""
+    alive = {id(r) for r in scheduler.waiting_queue}
+    batches = [scheduler.running_batch, scheduler.last_batch, *(b for b, _ in getattr(scheduler, "result_queue", ()))]
+    for batch in batches:
+        if batch is not None:
+            alive.update(id(r) for r in batch.reqs)
+    if scheduler.chunked_req is not None:
+        alive.add(id(scheduler.chunked_req))
+    return alive

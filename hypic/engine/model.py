@@ -1,0 +1,86 @@
+"""Reading the loaded model: which layers an artifact covers, their shapes, and whether PIC holds for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hypic.artifact.layout import ArtifactLayout, FullShape, LinearShape
+from hypic.engine.relocation import CannotRelocate, Rotary, find_rotary
+from hypic.engine.support import Unsupported
+
+
+def read_layout(model_runner: Any) -> ArtifactLayout:
+    """Artifact layout of the loaded model on this rank. Raises Unsupported."""
+    backend = model_runner.attn_backend
+    linear = _linear_shape(model_runner, backend)
+    return ArtifactLayout(linear, _full_shape(model_runner, backend))
+
+
+def _linear_shape(model_runner: Any, backend: Any) -> LinearShape | None:
+    from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
+    from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
+
+    if not isinstance(backend, HybridLinearAttnBackend):
+        return None
+    kind = type(backend.linear_attn_backend)
+    if kind is not GDNAttnBackend:
+        raise Unsupported(f"linear attention of {kind.__name__}: only gated delta networks (GDNAttnBackend) so far")
+    pool = model_runner.req_to_token_pool
+    if pool.mamba_ckpt_pool is not None:
+        raise Unsupported("int8 state checkpoints: rounding in the radix tree is not proven")
+    conv, state = pool.mamba_pool.mamba_cache.conv, pool.mamba_pool.mamba_cache.temporal
+    if len(conv) != 1:
+        raise Unsupported(f"{len(conv)} conv states per layer; gated delta networks have one")
+    _, _, heads, d_v, d_k = state.shape
+    _, _, channels, width = conv[0].shape
+    return LinearShape(
+        layer_ids=tuple(pool.mamba_map),
+        heads=heads,
+        d_k=d_k,
+        d_v=d_v,
+        conv_channels=channels,
+        conv_width=width,
+        conv_dtype=_name(conv[0].dtype),
+    )
+
+
+def _full_shape(model_runner: Any, backend: Any) -> FullShape | None:
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool
+
+    pool = model_runner.token_to_kv_pool
+    if model_runner.is_hybrid_swa or getattr(model_runner, "sliding_window_size", None):
+        raise Unsupported("sliding-window attention: an interior cannot attend beyond its segment's window")
+    inner = pool.full_kv_pool if isinstance(pool, HybridLinearKVPool) else pool
+    if not isinstance(inner, MHATokenToKVPool):
+        raise Unsupported(f"KV pool {type(inner).__name__}: only plain K and V so far (no MLA, no quantised pools)")
+    if hasattr(backend, "full_attn_layers"):
+        layers = tuple(backend.full_attn_layers)
+    else:
+        layers = tuple(range(pool.start_layer, pool.start_layer + pool.layer_num))
+    if not layers:
+        return None
+    k, v = pool.get_key_buffer(layers[0]), pool.get_value_buffer(layers[0])
+    if not k.is_floating_point() or k.element_size() < 2:
+        raise Unsupported(f"KV cache in {k.dtype}: relocating a quantised K is not proven")
+    return FullShape(layer_ids=layers, heads=k.shape[1], d_k=k.shape[2], d_v=v.shape[2], dtype=_name(k.dtype))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def prove(model_runner: Any, layout: ArtifactLayout) -> tuple[Rotary | None, str | None]:
+    """Start-up self-check of the loaded weights: (rotary of the full-attention layers, why PIC is off or None)."""
+    from hypic.engine.composition import ComposeError, check_composition
+
+    rotary = None
+    try:
+        if layout.full is not None:
+            rotary = find_rotary(model_runner.model, layout.full.layer_ids, model_runner.model_config.context_len)
+        if layout.linear is not None:
+            check_composition(model_runner.model, layout.linear)
+    except (CannotRelocate, ComposeError) as e:
+        return rotary, str(e)
+    return rotary, None

@@ -1,0 +1,102 @@
+"""The rotary tables of a model's full-attention layers, and the proof that its K can be relocated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+RELOCATION_TOLERANCE = 1e-3
+"""Largest error of a relocated K against K rotated in place, relative to the largest K. A float32 angle of 4096 radians is
+itself rounded by 2e-4."""
+LONGEST_SHIFT = 4096
+
+
+class CannotRelocate(ValueError):
+    """The model's K depends on position in a way that no rotation undoes; the text says how."""
+
+
+class Rotary:
+    """One rotation shared by all full-attention layers.
+
+    Attributes:
+        dim: leading dims of K that rotate. is_neox: half-split pairs. scale: factor folded into cos and sin.
+    """
+
+    def __init__(self, modules: dict[int, Any]):
+        first = next(iter(modules.values()))
+        self._modules = list(modules.values())
+        self.dim, self.is_neox = int(first.rotary_dim), bool(first.is_neox_style)
+        self.scale = float(getattr(first, "mscale", 1.0) or 1.0)
+
+    def tables(self) -> torch.Tensor | list[torch.Tensor]:
+        """cos_sin_cache [max_pos, rotary_dim] of the layers, as they stand now (SGLang may grow or convert them)."""
+        tables = [m.cos_sin_cache for m in self._modules]
+        return tables[0] if all(t is tables[0] for t in tables) else tables
+
+
+def find_rotary(model: Any, layer_ids: tuple[int, ...], max_position: int) -> Rotary:
+    """The rotary embedding of each full-attention layer, taken from the module that owns the layer's attention.
+
+    Raises:
+        CannotRelocate: a layer without one, layers that disagree, a kind that is no pure rotation by position, or a
+            table shorter than `max_position`.
+    """
+    modules: dict[int, Any] = {}
+    for module in model.modules():
+        attn, rotary = getattr(module, "attn", None), getattr(module, "rotary_emb", None)
+        if rotary is not None and type(attn).__name__ == "RadixAttention" and attn.layer_id in layer_ids:
+            modules[attn.layer_id] = rotary
+    if missing := sorted(set(layer_ids) - set(modules)):
+        raise CannotRelocate(f"no rotary embedding found on full-attention layers {missing}")
+    modules = {i: modules[i] for i in layer_ids}
+    kinds = {(m.rotary_dim, m.is_neox_style, getattr(m, "mscale", 1.0), type(m).__name__) for m in modules.values()}
+    if len(kinds) > 1:
+        raise CannotRelocate(f"full-attention layers rotate differently: {sorted(map(str, kinds))}")
+    first = next(iter(modules.values()))
+    name = type(first).__name__
+    if any(word in name for word in ("LongRoPE", "Dynamic", "DualChunk", "Fourier")):
+        raise CannotRelocate(f"{name}: its angles depend on the sequence length, not on the position alone")
+    if not hasattr(first, "cos_sin_cache"):
+        raise CannotRelocate(f"{name} keeps no table of cos and sin by position")
+    if len(first.cos_sin_cache) < max_position:
+        raise CannotRelocate(f"{name} has {len(first.cos_sin_cache)} positions, the context needs {max_position}")
+    rotary = Rotary(modules)
+    check_relocation(first, rotary)
+    return rotary
+
+
+@torch.no_grad()
+def check_relocation(module: Any, rotary: Rotary) -> float:
+    """Rotate K at p + shift directly, and at p followed by one more rotation by shift. Returns the relative error.
+
+    Raises:
+        CannotRelocate: they disagree.
+    """
+    from hypic.kernels.relocate import rotate
+
+    table = module.cos_sin_cache.float()
+    generator = torch.Generator().manual_seed(0)
+    k = torch.randn(16, 1, rotary.dim, generator=generator).to(table.device)
+    positions = torch.arange(16, device=table.device)
+    longest = min(LONGEST_SHIFT, len(table) - 17)
+    worst = 0.0
+    for shift in sorted({1, min(63, longest), min(1000, longest), longest}):
+        if shift < 1:
+            continue
+        direct = _table_rotate(k, table, positions + shift, rotary)
+        moved = rotate(_table_rotate(k, table, positions, rotary), shift, table, rotary.dim, rotary.is_neox, rotary.scale)
+        worst = max(worst, float((direct - moved).abs().max() / direct.abs().max()))
+    if worst > RELOCATION_TOLERANCE:
+        raise CannotRelocate(f"{type(module).__name__}: a relocated K is off by {worst:.1e} (bound {RELOCATION_TOLERANCE:.0e})")
+    return worst
+
+
+def _table_rotate(k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    """K [n, 1, rotary_dim] as the model's table rotates it at `positions` (the factor in the table included)."""
+    cos, sin = (t[:, None] for t in table[positions].chunk(2, -1))
+    if rotary.is_neox:
+        x1, x2 = k.chunk(2, -1)
+        return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
+    x1, x2 = k[..., ::2], k[..., 1::2]
+    return torch.stack([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).flatten(-2)

@@ -1,0 +1,79 @@
+"""What the client is told of its spans, and the counters that go with it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from hypic.engine.keys import METHOD
+from hypic.engine.request import Link, Segment, link_of
+from hypic.report import Report, SpanReport
+
+
+def settle_report(req: Any) -> None:
+    """At the first prefill of a request with a plan: count its outcomes and attach the report if it was asked for."""
+    link = link_of(req)
+    if link is None or link.reported:
+        return
+    link.reported = True
+    link.radix_hit = link.layout.hit if link.layout is not None else len(req.prefix_indices)
+    report = build_report(link, len(req.origin_input_ids))
+    if link.manager is not None:
+        metrics = link.manager.metrics
+        for span in report.spans:
+            if span.outcome is not None:
+                metrics.segment(span.outcome, span.reason)
+        if link.linked:
+            metrics.tokens(report.reused_radix, report.reused_artifacts, report.recomputed)
+            metrics.linked(time.perf_counter() - link.arrived)
+    if link.spans.report:
+        req.customized_info = {**(req.customized_info or {}), "hypic": [report.to_json()]}
+
+
+def build_report(link: Link, prompt_tokens: int) -> Report:
+    """Every span of the prompt in natural order, then declined segments whose place is unknown."""
+    hit, w = link.radix_hit, link.seam_window
+    marked: list[Segment | tuple[int, int, str]] = list(link.segments)
+    marked += [(d.start, d.end, d.reason) for d in link.spans.declined if d.start >= 0]
+    marked.sort(key=lambda m: m.start if isinstance(m, Segment) else m[0])
+    spans: list[SpanReport] = []
+    at = 0
+
+    def plain(start: int, end: int) -> None:
+        if start < end:
+            reused = max(min(hit, end) - start, 0)
+            spans.append(SpanReport(kind="plain", start=start, tokens=end - start, reused=reused, recomputed=end - start - reused))
+
+    for m in marked:
+        start, end = (m.start, m.end) if isinstance(m, Segment) else m[:2]
+        if start < at:
+            continue
+        plain(at, start)
+        at, n = end, end - start
+        radix = max(min(hit, end) - start, 0)
+        if isinstance(m, Segment):
+            span = SpanReport(kind="segment", id=m.id, start=start, tokens=n, outcome=m.outcome, reason=m.reason)
+            interior = 0 if m.plain or end <= hit else n - w
+            span.reused = radix + (interior if m.outcome == "hit_device" else 0)
+            span.recomputed = n - radix - interior
+        else:
+            span = SpanReport(kind="segment", start=start, tokens=n, outcome="declined", reason=m[2], reused=radix, recomputed=n - radix)
+        spans.append(span)
+    plain(at, prompt_tokens)
+    spans += [
+        SpanReport(kind="segment", start=-1, tokens=0, outcome="declined", reason=d.reason)
+        for d in link.spans.declined
+        if d.start < 0
+    ]
+    linked = [s for s in link.segments if not s.plain and s.end > hit]
+    bought = {s.key: s.length for s in linked if s.outcome in ("compiled", "waited")}
+    return Report(
+        spans=spans,
+        prompt_tokens=prompt_tokens,
+        reused_radix=min(hit, prompt_tokens),
+        reused_artifacts=sum(s.length - w for s in linked if s.outcome == "hit_device"),
+        recomputed=sum(s.recomputed for s in spans),
+        compiled=sum(bought.values()),
+        seam_window=w,
+        method=METHOD if link.linked else "native",
+    )

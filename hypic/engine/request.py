@@ -1,0 +1,134 @@
+"""What the plugin keeps on a request: `req.hypic` is None, a Link or a Compile. No loose attributes elsewhere.
+
+A Link's life::
+
+    NEW ------> WAITING (artifact memory is taken) ---.
+     |             |                                  |
+     |             v                                  v
+     '-------> HELD (compiles pending) ---------> READY ---> ADMITTED ---> DONE
+                   ^                                 |            |
+                   '--- an artifact went stale ------'            '--- retracted: NEW
+
+It holds locks on its artifacts from HELD to DONE. While NEW, WAITING or HELD it sits in SGLang's waiting queue, where
+queue limits, timeouts, aborts and load reports see it; admission passes it over.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hypic.artifact.store import Artifact
+from hypic.plan import Interior, LinkLayout
+from hypic.report import Outcome
+from hypic.segment import RequestSpans, span_id
+
+if TYPE_CHECKING:
+    from hypic.engine.manager import LinkManager
+
+
+class LinkState(enum.Enum):
+    NEW = "new"
+    WAITING = "waiting"
+    HELD = "held"
+    READY = "ready"
+    ADMITTED = "admitted"
+    DONE = "done"
+
+
+@dataclass(eq=False)
+class Segment:
+    """A span of one request that may be cached.
+
+    Attributes:
+        start, end: natural positions.
+        tokens: its ids.
+        key: store key.
+        outcome: None until settled.
+        artifact: locked by this request while not None.
+        plain: computed like plain text in this request (too short, declined, or its compile failed).
+    """
+
+    start: int
+    end: int
+    tokens: array
+    key: bytes
+    outcome: Outcome | None = None
+    reason: str | None = None
+    artifact: Artifact | None = None
+    plain: bool = False
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+    @property
+    def id(self) -> str:
+        return span_id(self.tokens)
+
+    def make_plain(self, outcome: Outcome, reason: str | None = None) -> None:
+        self.plain, self.outcome, self.reason = True, outcome, reason
+
+
+@dataclass(eq=False)
+class Link:
+    """The plan of a request whose prompt may join artifacts."""
+
+    spans: RequestSpans
+    segments: list[Segment]
+    seam_window: int
+    manager: LinkManager | None = None
+    state: LinkState = LinkState.NEW
+    layout: LinkLayout | None = None
+    """Presented order of the current admission; None while nothing is to be joined (then SGLang's own path runs)."""
+    reserved: Any = None
+    """KV slots (int64 tensor) of natural positions [layout.hit, layout.reserve_end), once admitted."""
+    checkpoint: int | None = None
+    """Prompt position whose linear state goes to the radix tree (extra_buffer strategy)."""
+    arrived: float = field(default_factory=time.perf_counter)
+    reported: bool = False
+    radix_hit: int = 0
+    """Tokens the radix tree held at the first admission."""
+
+    @property
+    def linked(self) -> list[Segment]:
+        """Segments that join from artifacts, in natural order."""
+        return [s for s in self.segments if not s.plain]
+
+    def interiors(self) -> list[Interior]:
+        return [Interior(s.start + self.seam_window, s.end, i) for i, s in enumerate(self.segments) if not s.plain]
+
+    @property
+    def artifacts(self) -> list[Artifact]:
+        return [s.artifact for s in self.segments if s.artifact is not None]
+
+
+@dataclass(eq=False)
+class Compile:
+    """An internal request that prefills one segment in isolation and fills its artifact."""
+
+    artifact: Artifact
+    seam_window: int
+    segment_ids: list[str] = field(default_factory=list)
+    complete: bool = False
+    """The forward pass that captured the last token was launched."""
+    started: float = 0.0
+
+    @property
+    def length(self) -> int:
+        return len(self.artifact.tokens)
+
+
+def link_of(req: Any) -> Link | None:
+    """The request's Link, or None."""
+    state = getattr(req, "hypic", None)
+    return state if isinstance(state, Link) else None
+
+
+def compile_of(req: Any) -> Compile | None:
+    """The request's Compile, or None."""
+    state = getattr(req, "hypic", None)
+    return state if isinstance(state, Compile) else None

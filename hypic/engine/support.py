@@ -1,0 +1,61 @@
+"""What the engine cannot serve: refused at start-up with the reason, never silently wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Unsupported(ValueError):
+    """A server flag or model that position-independent caching cannot work with; the text names it and the remedy."""
+
+
+class Refusal(NamedTuple):
+    flag: str
+    applies: Callable[[Any], bool]
+    reason: str
+
+
+def _set(name: str) -> Callable[[Any], bool]:
+    return lambda args: bool(getattr(args, name, None))
+
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal("--speculative-algorithm", _set("speculative_algorithm"), "draft workers keep states that no artifact covers"),
+    Refusal("--enable-dp-attention", _set("enable_dp_attention"), "padded batches have rows without a run plan"),
+    Refusal("--dp-size", lambda a: a.dp_size > 1, "replicas do not share artifacts; start one server per replica"),
+    Refusal("--enable-two-batch-overlap", _set("enable_two_batch_overlap"), "half batches have no run plan of their own"),
+    Refusal("--pp-size", lambda a: a.pp_size > 1, "an artifact spans all layers"),
+    Refusal("--disaggregation-mode", lambda a: a.disaggregation_mode != "null", "KV transfer assumes natural order"),
+    Refusal(
+        "--kv-cache-dtype",
+        lambda a: a.kv_cache_dtype not in ("auto", "bf16", "bfloat16", "float16", "float32"),
+        "relocating a quantised K is not proven",
+    ),
+    Refusal("--enable-hierarchical-cache", _set("enable_hierarchical_cache"), "host tiers know nothing of marked keys"),
+    Refusal("--enable-lmcache", _set("enable_lmcache"), "its radix cache knows nothing of marked keys"),
+    Refusal("--enable-flexkv", _set("enable_flexkv"), "its radix cache knows nothing of marked keys"),
+    Refusal("--radix-cache-backend", _set("radix_cache_backend"), "an unknown radix cache may read token ids of keys"),
+    Refusal("--tokenizer-worker-num", lambda a: a.tokenizer_worker_num > 1, "SGLang's tokenizer workers load no plugins"),
+    Refusal("--enable-unified-memory", _set("enable_unified_memory"), "state slots move"),
+    Refusal("--enable-page-major-kv-layout", _set("enable_page_major_kv_layout"), "state slots are strided"),
+    Refusal("--enable-linear-replayssm", _set("enable_linear_replayssm"), "the state slot lags behind the sequence"),
+    Refusal("--enable-memory-saver", _set("enable_memory_saver"), "released pools would outlive their artifacts"),
+    Refusal("--kv-events-config", _set("kv_events_config"), "events would publish marked ids"),
+    Refusal("--enable-session-radix-cache", _set("enable_session_radix_cache"), "sessions are not proven"),
+    Refusal("--enable-streaming-session", _set("enable_streaming_session"), "streaming sessions are not proven"),
+    Refusal("--enable-hisparse", _set("enable_hisparse"), "KV moves to the host"),
+    Refusal("--enable-pdmux", _set("enable_pdmux"), "it splits the prefill by layers"),
+    Refusal("--dllm-algorithm", _set("dllm_algorithm"), "diffusion decoding has no causal state"),
+    Refusal("--is-embedding", _set("is_embedding"), "there is no prefill to link"),
+    Refusal("--attn-cp-size", lambda a: getattr(a, "attn_cp_size", 1) > 1, "context parallelism splits runs"),
+    Refusal("--dcp-size", lambda a: getattr(a, "dcp_size", 1) > 1, "context parallelism splits KV pages"),
+)
+
+
+def check_server_args(args: Any) -> None:
+    """Raise Unsupported naming every flag that does not go with hypic, with its reason."""
+    found = [f"{r.flag}: {r.reason}" for r in REFUSALS if r.applies(args)]
+    if found:
+        listing = "\n  ".join(found)
+        raise Unsupported(f"hypic does not work with these flags; drop them, or serve without hypic:\n  {listing}")

@@ -27,12 +27,12 @@ def start_engine(model: str | Path, *, env: Mapping[str, str] | None = None, spa
         model: path of a checkpoint, for example ``tiny_models.build("qwen3next")``.
         env: variables for this engine's processes, on top of this process's own. SGLang loads plugins once per
             process, so what must reach hooks in *this* process has to be in ``os.environ`` before the first call.
-        spawn: start the processes as SGLang does; needed for variables that are read at import (TRITON_INTERPRET).
+        spawn: start the processes as SGLang does; needed when ``env`` holds what is read at import (TRITON_INTERPRET).
         server_args: fields of SGLang's ServerArgs.
     """
     os.environ.setdefault(CPU_MODE, "1")
     set_environment()
-    server_args = {"log_level": "warning", "skip_server_warmup": True, **server_args}
+    server_args = {"log_level": "error", "skip_server_warmup": True, **server_args}
     engine = _engine_class(dict(os.environ) | dict(env or {}), spawn)
     return engine(model_path=str(model), **server_args)
 
@@ -50,17 +50,24 @@ def running_engine(model: str | Path, **kwargs: Any) -> Iterator[Any]:
 def _engine_class(env: Mapping[str, str], spawn: bool) -> Any:
     from sglang.srt.entrypoints.engine import Engine
 
-    class ForkedEngine(Engine):
-        run_scheduler_process_func = staticmethod(functools.partial(_in_env, env, "run_scheduler_process"))
-        run_detokenizer_process_func = staticmethod(functools.partial(_in_env, env, "run_detokenizer_process"))
+    class CpuEngine(Engine):
+        if not spawn:
+            run_scheduler_process_func = staticmethod(functools.partial(_in_env, env, "run_scheduler_process"))
+            run_detokenizer_process_func = staticmethod(functools.partial(_in_env, env, "run_detokenizer_process"))
 
         @classmethod
         def _launch_scheduler_processes(cls, *args: Any, **kwargs: Any) -> Any:
-            # Engine has just chosen "spawn"; the detokenizer follows in the same call.
+            # Engine has just chosen "spawn"; the detokenizer is launched later in the same call.
             if not spawn:
                 mp.set_start_method("forkserver", force=True)
                 mp.set_forkserver_preload(_PRELOAD)
-            return super()._launch_scheduler_processes(*args, **kwargs)
+            with _environ(env):
+                return super()._launch_scheduler_processes(*args, **kwargs)
+
+        @classmethod
+        def _launch_detokenizer_subprocesses(cls, *args: Any, **kwargs: Any) -> Any:
+            with _environ(env):
+                return super()._launch_detokenizer_subprocesses(*args, **kwargs)
 
         def shutdown(self) -> None:
             """End this engine's processes; unlike the original, leave the fork server for the next engine."""
@@ -74,7 +81,18 @@ def _engine_class(env: Mapping[str, str], spawn: bool) -> Any:
                 process.join()
             self.send_to_rpc.close(linger=0)
 
-    return ForkedEngine
+    return CpuEngine
+
+
+@contextmanager
+def _environ(env: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(env)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _in_env(env: Mapping[str, str], entry: str, *args: Any) -> None:

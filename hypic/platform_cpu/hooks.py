@@ -1,33 +1,21 @@
-"""The hook table of CPU mode: every place where stock SGLang needs a GPU or a compiled kernel, and why.
-
-SGLang applies hooks when it loads plugins and only logs what goes wrong then. So :func:`register` collects problems
-instead of raising, and :func:`require_applied`, called from methods of the platform that SGLang itself runs at start
-(see ``platform``), stops the server on them.
-"""
+"""The hook table of CPU mode: every place where stock SGLang needs a GPU or a compiled kernel, and why."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
-import pkgutil
 from collections.abc import Sequence
 from typing import Any
 
-from hypic.engine.hook import Hook
+from hypic.engine.hook import Hook, HookTable
 
 from . import defaults, torch_ops
 
-SUPPORTED_SGLANG = "0.5.17"
 _NO_TRITON = "Triton kernel: no GPU to run it"
 _FLA = "sglang.kernels.ops.attention.fla"
 _MAMBA = "sglang.kernels.ops.mamba"
 _ELEMENTWISE = "sglang.kernels.ops.elementwise.elementwise"
 _PROJ = "sglang.kernels.ops.attention.triton_gdn_fused_proj"
 _GRAMMAR = "sglang.srt.constrained.xgrammar_backend"
-
-
-class UnsupportedSGLang(RuntimeError):
-    """The installed SGLang is not the one that the hook table was written for."""
 
 
 # ------------------------------------------------------------------------------------------- small replacements
@@ -71,7 +59,7 @@ def _apply_bitmask(logits: Any, vocab_mask: Any) -> None:
 
 # ---------------------------------------------------------------------------------------------------- the table
 
-TABLE: tuple[Hook, ...] = (
+_HOOKS: tuple[Hook, ...] = (
     # torch stand-ins for Triton kernels
     Hook(
         f"{_MAMBA}.causal_conv1d_triton.causal_conv1d_fn",
@@ -237,59 +225,10 @@ TABLE: tuple[Hook, ...] = (
     ),
 )
 
-# -------------------------------------------------------------------------------------- registering and checking
-
-_problems: list[str] | None = None  # of register() in this process; None before it ran
+TABLE = HookTable("hypic_cpu", _HOOKS)
 
 
-def register(table: Sequence[Hook] = TABLE) -> None:
-    """Set CPU mode's environment and hand the fitting hooks to SGLang; problems wait for :func:`require_applied`."""
-    global _problems
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
+def register() -> None:
+    """Set CPU mode's environment and hand the hooks to SGLang."""
     defaults.set_environment()
-    _problems = []
-    for hook in table:
-        problem = find_problem(hook)
-        if problem:
-            _problems.append(problem)
-        else:
-            HookRegistry.register(hook.target, hook.fn, HookType(hook.kind))
-
-
-def require_applied(table: Sequence[Hook] = TABLE) -> None:
-    """Raise UnsupportedSGLang unless every hook of the table is in force in this process."""
-    if _problems is None:
-        problems = ["SGLang did not run the plugin hypic_cpu (is SGLANG_PLUGINS or SGLANG_PLATFORM set?)"]
-    else:
-        problems = _problems or [f"{h.target}: not applied, see SGLang's log" for h in table if not is_applied(h)]
-    if problems:
-        from sglang.version import __version__
-
-        listing = "\n  ".join(problems)
-        raise UnsupportedSGLang(
-            f"hypic's CPU mode does not fit the installed SGLang {__version__} (supported: {SUPPORTED_SGLANG}):\n  {listing}"
-        )
-
-
-def find_problem(hook: Hook) -> str | None:
-    """Why ``hook`` does not fit the installed SGLang, or None: its target must exist and take ``hook.params`` first."""
-    try:
-        target = pkgutil.resolve_name(hook.target)
-    except (ImportError, AttributeError, ValueError) as error:
-        return f"{hook.target}: not found ({error})"
-    if hook.params:
-        found = tuple(inspect.signature(target).parameters)
-        if found[: len(hook.params)] != hook.params:
-            return f"{hook.target}: expected arguments ({', '.join(hook.params)}, ...), found ({', '.join(found)})"
-    return None
-
-
-def is_applied(hook: Hook) -> bool:
-    """Whether SGLang's wrapper around the target, or one further in, holds ``hook.fn``."""
-    layer = pkgutil.resolve_name(hook.target)
-    while layer is not None:
-        if layer is hook.fn or any(cell.cell_contents is hook.fn for cell in getattr(layer, "__closure__", None) or ()):
-            return True
-        layer = getattr(layer, "__wrapped__", None)
-    return False
+    TABLE.register()

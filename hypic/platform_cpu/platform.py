@@ -8,15 +8,15 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
-from .hooks import require_applied
+from .hooks import TABLE
 
 
 class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     """CPU without SGLang's compiled CPU kernels (no wheel on PyPI carries them).
 
     Being out of tree, it makes SGLang's layers take ``forward_native``; pools and caches are SGLang's own classes.
-    The two methods below that call :func:`require_applied` run in the launching process and in every scheduler
-    process, after the hooks: a half-applied hook table stops the server there.
+    The two methods below that check the table run in the launching process and in every scheduler
+    process, after the hooks: a half-applied table stops the server there.
     """
 
     _enum = PlatformEnum.OOT
@@ -24,12 +24,12 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     device_type = "cpu"
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        require_applied()
+        TABLE.require_applied()
 
     def get_paged_allocator_cls(self) -> Any:
         from .allocator import make_allocator
 
-        require_applied()
+        TABLE.require_applied()
         return make_allocator
 
     def get_mha_kv_pool_cls(self) -> type:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from hypic import platform_cpu
-from hypic.engine.hook import Hook
+from hypic.engine.hook import SUPPORTED_SGLANG, Hook, HookTable, UnsupportedSGLang, find_problem, is_applied
 from hypic.platform_cpu import defaults, hooks
 
 
@@ -19,12 +20,18 @@ def plugins_loaded() -> None:
 
 
 @pytest.fixture
-def fresh_registration(plugins_loaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a test call ``register``: what it hands to SGLang and what it finds is forgotten afterwards."""
+def serve_with(plugins_loaded: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[HookTable], None]:
+    """What SGLang does with CPU mode's platform while it builds its ServerArgs, under another hook table."""
+    from sglang.srt.platforms import current_platform
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     monkeypatch.setattr(HookRegistry, "register", lambda *args, **kwargs: None)
-    monkeypatch.setattr(hooks, "_problems", None)
+
+    def serve(table: HookTable) -> None:
+        monkeypatch.setattr("hypic.platform_cpu.platform.TABLE", table)
+        current_platform.apply_server_args_defaults(server_args=None)
+
+    return serve
 
 
 def test_inactive_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,13 +42,13 @@ def test_inactive_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_table_fits_the_installed_sglang(plugins_loaded: None) -> None:
-    assert [p for hook in hooks.TABLE if (p := hooks.find_problem(hook))] == []
-    hooks.require_applied()
+    assert [p for hook in hooks.TABLE.hooks if (p := find_problem(hook))] == []
+    hooks.TABLE.require_applied()
 
 
 def test_every_hook_gives_a_reason() -> None:
-    assert all(hook.reason for hook in hooks.TABLE)
-    assert len({hook.target for hook in hooks.TABLE}) == len(hooks.TABLE)
+    assert all(hook.reason for hook in hooks.TABLE.hooks)
+    assert len({hook.target for hook in hooks.TABLE.hooks}) == len(hooks.TABLE.hooks)
 
 
 @pytest.mark.parametrize(
@@ -53,27 +60,27 @@ def test_every_hook_gives_a_reason() -> None:
     ],
 )
 def test_unfit_target_stops_the_server(
-    target: str, params: tuple[str, ...], complaint: str, fresh_registration: None, monkeypatch: pytest.MonkeyPatch
+    target: str, params: tuple[str, ...], complaint: str, serve_with: Callable[[HookTable], None]
 ) -> None:
-    """Through the method of the platform that SGLang calls while it builds its ServerArgs."""
-    from sglang.srt.platforms import current_platform
-
-    hooks.register([Hook(target, "replace", len, "a test", params)])
-    with pytest.raises(hooks.UnsupportedSGLang, match=complaint) as error:
-        current_platform.apply_server_args_defaults(server_args=None)
-    assert hooks.SUPPORTED_SGLANG in str(error.value) and target in str(error.value)
+    table = HookTable("hypic_cpu", [Hook(target, "replace", len, "a test", params)])
+    table.register()
+    with pytest.raises(UnsupportedSGLang, match=complaint) as error:
+        serve_with(table)
+    assert SUPPORTED_SGLANG in str(error.value) and target in str(error.value)
 
 
-def test_hook_that_sglang_did_not_apply_stops_the_server(plugins_loaded: None) -> None:
+def test_hook_that_sglang_did_not_apply_stops_the_server(serve_with: Callable[[HookTable], None]) -> None:
     hook = Hook("sglang.srt.utils.common.is_cuda", "replace", len, "a test")
-    assert not hooks.is_applied(hook)
-    with pytest.raises(hooks.UnsupportedSGLang, match="not applied"):
-        hooks.require_applied([*hooks.TABLE, hook])
+    assert not is_applied(hook)
+    table = HookTable("hypic_cpu", [*hooks.TABLE.hooks, hook])
+    table.register()
+    with pytest.raises(UnsupportedSGLang, match="not applied"):
+        serve_with(table)
 
 
-def test_plugin_that_never_ran_stops_the_server(fresh_registration: None) -> None:
-    with pytest.raises(hooks.UnsupportedSGLang, match="did not run the plugin"):
-        hooks.require_applied()
+def test_plugin_that_never_ran_stops_the_server(serve_with: Callable[[HookTable], None]) -> None:
+    with pytest.raises(UnsupportedSGLang, match="did not run the plugin"):
+        serve_with(HookTable("hypic_cpu", hooks.TABLE.hooks))
 
 
 def test_defaults_fill_only_what_the_user_left_open() -> None:

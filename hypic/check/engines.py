@@ -20,7 +20,9 @@ from hypic.platform_cpu.defaults import set_environment
 _PRELOAD = ["sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager"]
 
 
-def start_engine(model: str | Path, *, env: Mapping[str, str] | None = None, spawn: bool = False, **server_args: Any) -> Any:
+def start_engine(
+    model: str | Path, *, env: Mapping[str, str] | None = None, spawn: bool = False, **server_args: Any
+) -> Any:
     """An ``sglang.Engine`` on the CPU. Call its ``shutdown()``; have one alive at a time.
 
     Args:
@@ -51,6 +53,8 @@ def _engine_class(env: Mapping[str, str], spawn: bool) -> Any:
     from sglang.srt.entrypoints.engine import Engine
 
     class CpuEngine(Engine):
+        tokenizer_manager: Any
+
         if not spawn:
             run_scheduler_process_func = staticmethod(functools.partial(_in_env, env, "run_scheduler_process"))
             run_detokenizer_process_func = staticmethod(functools.partial(_in_env, env, "run_detokenizer_process"))

@@ -22,6 +22,8 @@ class CpuPagedAllocator(PagedTokenToKVPoolAllocator):
     A request first fills the page that holds its last token, then takes new pages from the head of the free list.
     """
 
+    free_pages: Tensor  # int64 page numbers
+
     def alloc_extend(
         self,
         prefix_lens: Tensor,

@@ -10,6 +10,7 @@ Shapes: T tokens, N sequences, H key heads, HV value heads, K and V head dimensi
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +39,7 @@ def causal_conv1d_fn(
     validate_data: bool = False,
     **_: object,
 ) -> Tensor:
-    """Depthwise causal convolution of packed sequences ``x`` [D, T]; ``conv_states`` [slots, D, W-1] keeps the windows."""
+    """Depthwise causal convolution of packed sequences ``x`` [D, T]; windows in ``conv_states`` [slots, D, W-1]."""
     width, channels = weight.shape[1], x.shape[0]
     out = torch.zeros_like(x)
     for i, (start, end) in enumerate(_spans(query_start_loc)):
@@ -282,7 +283,7 @@ def rms_norm_gated(
     residual_in_fp32: bool = False,
     eps: float = 1e-6,
 ) -> Tensor:
-    """RMS norm of ``x`` [..., D] times the activated gate ``g`` (fla's ``fused_norm_gate``)."""
+    """RMS norm of ``x`` [..., D] times the activated gate ``g`` (``fused_norm_gate``)."""
     assert residual is None and not prenorm, "residual inputs are not used by any supported model"
     return norm_gated(x=x, weight=weight, bias=bias, z=g, eps=eps, is_rms_norm=True, activation=activation)
 
@@ -299,7 +300,7 @@ def norm_gated(
     is_rms_norm: bool = False,
     activation: str = "swish",
 ) -> Tensor:
-    """Layer or RMS norm over groups of the last dimension, gated by ``z`` before or after (fla's ``layernorm_gated``)."""
+    """Layer or RMS norm over groups of the last dimension, gated by ``z`` before or after (``layernorm_gated``)."""
     y = x.float()
     gate = None
     if z is not None:
@@ -374,7 +375,7 @@ def track_mamba_states_if_needed(
 
 def _spans(cumulative: Tensor) -> Iterator[tuple[int, int]]:
     bounds = cumulative.tolist()
-    return zip(bounds, bounds[1:], strict=False)
+    return pairwise(bounds)
 
 
 def _refuse_speculation(*arguments: Tensor | None) -> None:

@@ -5,9 +5,8 @@ schemas of its operators are missing and ``torchvision._meta_registrations`` fai
 torchvision::nms does not exist". Transformers needs no such operator, only the import. :func:`install` declares the
 schemas just before that module is imported, if they are missing then.
 
-``python -m hypic.platform_cpu.torchvision_shim`` writes a ``.pth`` file that calls :func:`install` in every process of
-this environment, spawned ones included, and only where torchvision is broken in this way. The Makefile runs it; no
-wheel carries the file.
+:func:`main` writes a ``.pth`` file that calls :func:`install` in every process of this environment, spawned ones
+included, and only where torchvision is broken in this way. The Makefile runs it; no wheel carries the file.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ _TRIGGER = "torchvision._meta_registrations"
 _SCHEMAS = {name: f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor" for name in ("nms", "qnms")}
 _PTH_NAME = "zz_hypic_torchvision.pth"
 _PTH_LINE = (
-    "import importlib.util, sys; "
-    "importlib.util.find_spec('hypic') and __import__('hypic.platform_cpu.torchvision_shim', fromlist=['_']).install()\n"
+    "import importlib.util; importlib.util.find_spec('hypic') and "
+    "__import__('hypic.platform_cpu.torchvision_shim', fromlist=['install']).install()\n"
 )
 _libraries: list[Any] = []  # a torch.library.Library drops its definitions when it is collected
 
@@ -36,7 +35,6 @@ class _DeclareSchemas(MetaPathFinder):
         if fullname == _TRIGGER:
             sys.meta_path.remove(self)
             declare_missing()
-        return None
 
 
 def declare_missing() -> None:
@@ -58,8 +56,9 @@ def install() -> None:
 
 def torchvision_is_broken() -> bool:
     """Whether a fresh interpreter of this environment, without site hooks of ours, fails to import torchvision."""
+    ours = _DeclareSchemas.__name__
     code = (
-        f"import sys; sys.meta_path[:] = [f for f in sys.meta_path if type(f).__name__ != '{_DeclareSchemas.__name__}']\n"
+        f"import sys; sys.meta_path[:] = [f for f in sys.meta_path if type(f).__name__ != '{ours}']\n"
         "try: import torchvision\n"
         "except RuntimeError as e: sys.exit('torchvision::' in str(e))"
     )
@@ -75,7 +74,3 @@ def main() -> None:
     else:
         pth.unlink(missing_ok=True)
         print("torchvision imports without help")
-
-
-if __name__ == "__main__":
-    main()

@@ -121,9 +121,7 @@ def test_convolution_in_pieces_equals_the_whole(length: int) -> None:
             )
         )
     for t in range(length + 5, length + 8):
-        step = ops.causal_conv1d_update(
-            x[:, t][None], windows, weight, bias, "silu", conv_state_indices=slot
-        )
+        step = ops.causal_conv1d_update(x[:, t][None], windows, weight, bias, "silu", conv_state_indices=slot)
         parts.append(step.T)
     close(torch.cat(parts, dim=1), expected)
     assert windows[[0, 2]].isnan().all()
@@ -151,7 +149,9 @@ def test_gated_norms(gate_first: bool) -> None:
     x, z, weight = torch.randn(3, 8), torch.randn(3, 8), torch.rand(8)
     normed = x * F.silu(z) if gate_first else x
     expected = F.rms_norm(normed, (8,), weight, eps=1e-6) * (1 if gate_first else F.silu(z))
-    close(ops.norm_gated(x=x, weight=weight, bias=None, z=z, norm_before_gate=not gate_first, is_rms_norm=True), expected)
+    close(
+        ops.norm_gated(x=x, weight=weight, bias=None, z=z, norm_before_gate=not gate_first, is_rms_norm=True), expected
+    )
     if not gate_first:
         close(ops.rms_norm_gated(x, z, weight, None), expected)
 

@@ -1,0 +1,49 @@
+# Development on a machine without a GPU. `make setup` builds .venv; everything else runs in it.
+#
+# On machines where the package index serves a CUDA build of torch (large, but it works), choose a CPU build:
+#   make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?=
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check install --constraint constraints.txt
+STAMP := $(VENV)/.hypic-setup
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: setup test lint format demo freeze clean
+
+setup: $(STAMP)
+
+# SGLang and the four packages beside it would pull CUDA libraries: they come without their dependencies.
+$(STAMP): pyproject.toml constraints.txt Makefile
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PIP) $(TORCH_INDEX:%=--extra-index-url %) torch
+	$(PIP) $(TORCH_INDEX:%=--extra-index-url %) --no-deps torchvision sglang xgrammar compressed-tensors triton
+	$(PIP) --editable '.[cpu,dev]'
+	$(PY) -c 'from hypic.platform_cpu.torchvision_shim import main; main()'
+	@$(PY) -c 'import torch; torch.version.cuda and print("note: this torch is a CUDA build; for a smaller one: make clean setup TORCH_INDEX=https://download.pytorch.org/whl/cpu")'
+	touch $@
+
+test: setup
+	$(PY) -m pytest
+
+lint: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: setup
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+demo: setup
+	$(PY) -m hypic.demo
+
+freeze:
+	@{ sed '/^[^#]/,$$d' constraints.txt; $(PY) -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } > constraints.new
+	mv constraints.new constraints.txt
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info models/tiny .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -30,6 +30,7 @@ class HypicConfig(msgspec.Struct, frozen=True, kw_only=True):
         memory: bytes of the artifact arena; 0 lets the engine choose.
         separator: cut prompts at this string without a per-request opt-in (clients of the official fork); "" is off.
         start_check: prove relocation and composition on the loaded model before serving.
+        force_link: link segments however short they are (their artifact may be empty); for checks only.
     """
 
     enabled: bool = False
@@ -38,6 +39,7 @@ class HypicConfig(msgspec.Struct, frozen=True, kw_only=True):
     memory: int = 0
     separator: str = ""
     start_check: bool = True
+    force_link: bool = False
 
     def __post_init__(self) -> None:
         if self.seam_window < 1:

@@ -21,7 +21,7 @@ NO_ARTIFACT = -1
 
 
 class Interior(NamedTuple):
-    """Tokens [lo, hi) of the prompt that an artifact covers; `segment` indexes the request's segments."""
+    """Tokens [lo, hi) of the prompt that an artifact covers (maybe none); `segment` indexes the request's segments."""
 
     lo: int
     hi: int
@@ -61,10 +61,10 @@ class LinkLayout:
         self.total, self.hit, self.interiors = total, hit, tuple(interiors)
         end = hit
         for lo, hi, segment in self.interiors:
-            if not end <= lo < hi:
+            if not end <= lo <= hi:
                 raise ValueError(f"interior [{lo}, {hi}) of segment {segment} does not follow position {end}")
             end = hi
-        if end >= total and self.interiors:
+        if end >= total:
             raise ValueError(f"the last interior ends at {end}, but the prompt has {total} tokens: none is left to compute")
         self.reserve_end = end
         """Natural positions [hit, reserve_end) get their KV slots in one reservation, in natural order."""
@@ -127,5 +127,5 @@ def mark_interiors(ids: Sequence[int], interiors: Sequence[Interior]) -> np.ndar
     key = np.array(ids, dtype=np.int64)
     for lo, hi, _ in interiors:
         key[lo:hi] += MARK
-        key[lo] += MARK
+        key[lo : min(lo + 1, hi)] += MARK
     return key

@@ -12,6 +12,7 @@ Every part starts on the arena's granule. T, S and conv lie at fixed offsets fro
 
 from __future__ import annotations
 
+import math
 import struct
 from array import array
 
@@ -129,3 +130,27 @@ class ArtifactLayout:
 
     def conv_offset(self, layer_id: int) -> int:
         return self._conv + self._index[layer_id] * self.conv_layer
+
+    def parts(self, payload: torch.Tensor, interior_tokens: int) -> dict[str, torch.Tensor]:
+        """Views of a payload (uint8, `payload_bytes(interior_tokens)` long).
+
+        Returns:
+            "T" [layer, head, d_k, d_k], "S" [layer, head, d_v, d_k], "conv" [layer, channel, K-1] where there are linear
+            layers; "K" [layer, n, head, d_k], "V" [layer, n, head, d_v] where there are full-attention layers and n > 0.
+        """
+        out = {}
+        if (lin := self.linear) is not None:
+            layers = len(lin.layer_ids)
+            for name, offset, shape, dtype in (
+                ("T", self._t, (layers, lin.heads, lin.d_k, lin.d_k), torch.float32),
+                ("S", self._s, (layers, lin.heads, lin.d_v, lin.d_k), torch.float32),
+                ("conv", self._conv, (layers, lin.conv_channels, lin.conv_width), getattr(torch, lin.conv_dtype)),
+            ):
+                nbytes = math.prod(shape) * dtype.itemsize
+                out[name] = payload[offset : offset + nbytes].view(dtype).view(shape)
+        if (full := self.full) is not None and interior_tokens:
+            dtype, layers, n = getattr(torch, full.dtype), len(full.layer_ids), interior_tokens
+            kv = payload[self.kv_offset : self.kv_offset + n * self.kv_token_bytes].view(dtype).view(layers, -1)
+            k, v = kv.split([n * full.heads * full.d_k, n * full.heads * full.d_v], -1)
+            out["K"], out["V"] = k.reshape(layers, n, full.heads, full.d_k), v.reshape(layers, n, full.heads, full.d_v)
+        return out

@@ -82,6 +82,10 @@ class ArtifactStore:
     def used_bytes(self) -> int:
         return self.arena.nbytes - self.arena.free_bytes
 
+    def ready(self) -> list[Artifact]:
+        """All artifacts that may be joined."""
+        return [a for a in self._index.values() if a.ready]
+
     def find(self, key: bytes, tokens: array) -> Artifact | None:
         """The artifact of `key`, ready or being compiled; None if absent. Does not count as a use.
 

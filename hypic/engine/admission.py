@@ -89,7 +89,7 @@ def init_next_round_input(original: Callable[..., None], req: Any, tree_cache: A
             return
         _match(original, req, tree_cache, cow_mamba, link)
         hit = len(req.prefix_indices)
-    rest = [i for i in link.interiors() if i.hi > hit]
+    rest = [i for i in link.interiors() if link.segments[i.segment].end > hit]
     if rest:
         req.mamba_branching_seqlen = None
         link.layout = LinkLayout(len(req.full_untruncated_fill_ids), hit, rest)

@@ -150,7 +150,7 @@ def _pieces(
             segment = link.link.segments[run.segment]
             assert segment.artifact is not None
             payload = segment.artifact.base
-            own = min(conv_width, segment.length - link.link.seam_window)
+            own = min(conv_width, max(segment.length - link.link.seam_window, 0))
         length, first = run.length, token + run.offset
         if length > CHAIN_LIMIT:
             yield _NATIVE, NativeRow(row, run.start, length, first)

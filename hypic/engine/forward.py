@@ -103,6 +103,8 @@ class LinkRuntime:
             if not row.first:
                 continue
             for lo, hi, segment in row.layout.interiors:
+                if lo == hi:
+                    continue
                 artifact = row.link.segments[segment].artifact
                 assert artifact is not None
                 blobs.append(artifact.base + self.layout.kv_offset)
@@ -127,16 +129,14 @@ class LinkRuntime:
 
     def capture(self, plan: ForwardPlan) -> None:
         """Copy K and V of finished compiles out of the pool and write their headers; the linear parts are there already."""
-        rows = [c for c in plan.batch.compiles.values() if c.last and not c.compile.complete]
-        if not rows:
-            return
+        rows = [c for c in plan.batch.compiles.values() if c.last]
         buffer = self.arena.buffer
-        if self.k_pools:
-            w = rows[0].compile.seam_window
+        if self.k_pools and (long := [c for c in rows if c.end > c.compile.seam_window]):
+            w = long[0].compile.seam_window
             interiors = InteriorPlan.build(
-                blob_kv=[c.compile.artifact.base + self.layout.kv_offset for c in rows],
-                count=[c.end - w for c in rows],
-                slots=torch.cat([self.req_to_token[c.pool_row, w : c.end] for c in rows]).to(torch.int64),
+                blob_kv=[c.compile.artifact.base + self.layout.kv_offset for c in long],
+                count=[c.end - w for c in long],
+                slots=torch.cat([self.req_to_token[c.pool_row, w : c.end] for c in long]).to(torch.int64),
                 device=buffer.device,
             )
             capture_interiors(buffer, interiors, self.k_pools, self.v_pools)

@@ -13,7 +13,7 @@ import torch
 from hypic.artifact.arena import Arena
 from hypic.artifact.store import Artifact, ArtifactStore
 from hypic.config import HypicConfig, from_env
-from hypic.engine import keys, model, support
+from hypic.engine import audit, keys, model, support
 from hypic.engine.forward import LinkRuntime
 from hypic.engine.manager import LinkManager
 from hypic.engine.metrics import EngineMetrics
@@ -104,6 +104,8 @@ def attach_manager(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
         f"off: {runtime.off}" if runtime.off else None,
     )
     scheduler.hypic = manager
+    scheduler.hypic_audit = lambda: audit.audit(scheduler)
+    scheduler.hypic_dump = lambda path: audit.dump_artifacts(scheduler, path)
 
     def header(artifact: Artifact) -> bytes:
         return manager.header(artifact.tokens, artifact.adapter)

@@ -120,10 +120,10 @@ class LinkManager:
         for s in link.segments:
             if native is not None:
                 s.make_plain("declined", native)
-            elif s.length <= link.seam_window or s.length < self.config.min_segment:
-                s.make_plain("too_short")
             elif s.end == total:
                 s.make_plain("declined", "prompt_end")
+            elif not self.config.force_link and (s.length <= link.seam_window or s.length < self.config.min_segment):
+                s.make_plain("too_short")
 
     # ------------------------------------------------------------------ artifacts for a request
 
@@ -173,7 +173,7 @@ class LinkManager:
 
     def _space(self, s: Segment, req: Any) -> Request:
         header = self.header(s.tokens, req.lora_id or "")
-        payload = self.layout.payload_bytes(s.length - self.config.seam_window)
+        payload = self.layout.payload_bytes(max(s.length - self.config.seam_window, 0))
         return Request(s.key, s.tokens, req.lora_id or "", len(header), payload)
 
     def header(self, tokens: array, adapter: str) -> bytes:

@@ -53,7 +53,7 @@ def build_report(link: Link, prompt_tokens: int) -> Report:
         radix = max(min(hit, end) - start, 0)
         if isinstance(m, Segment):
             span = SpanReport(kind="segment", id=m.id, start=start, tokens=n, outcome=m.outcome, reason=m.reason)
-            interior = 0 if m.plain or end <= hit else n - w
+            interior = 0 if m.plain or end <= hit else max(n - w, 0)
             span.reused = radix + (interior if m.outcome == "hit_device" else 0)
             span.recomputed = n - radix - interior
         else:
@@ -71,7 +71,7 @@ def build_report(link: Link, prompt_tokens: int) -> Report:
         spans=spans,
         prompt_tokens=prompt_tokens,
         reused_radix=min(hit, prompt_tokens),
-        reused_artifacts=sum(s.length - w for s in linked if s.outcome == "hit_device"),
+        reused_artifacts=sum(max(s.length - w, 0) for s in linked if s.outcome == "hit_device"),
         recomputed=sum(s.recomputed for s in spans),
         compiled=sum(bought.values()),
         seam_window=w,

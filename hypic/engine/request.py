@@ -99,7 +99,9 @@ class Link:
         return [s for s in self.segments if not s.plain]
 
     def interiors(self) -> list[Interior]:
-        return [Interior(s.start + self.seam_window, s.end, i) for i, s in enumerate(self.segments) if not s.plain]
+        """Interiors of the segments that join; empty ones where a segment is no longer than the seam window."""
+        w = self.seam_window
+        return [Interior(min(s.start + w, s.end), s.end, i) for i, s in enumerate(self.segments) if not s.plain]
 
     @property
     def artifacts(self) -> list[Artifact]:

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from hypic.kernels._common import Impl, IntVector, blob_view, pick_impl, to_device
+from hypic.kernels._triton import Precision, block, jit, require_triton, tl
 from hypic.kernels.gdn_inputs import (
     ARTIFACT,
+    BLOB_ALIGN,
     POOL,
     TOKEN,
     ZERO,
@@ -24,6 +26,8 @@ from hypic.kernels.gdn_inputs import (
     conv_torch,
     flatten_runs,
     gates_torch,
+    launch_inputs,
+    load_window,
     split_heads_torch,
     window_code,
 )
@@ -100,13 +104,15 @@ class ChainPlan:
     ) -> ChainPlan:
         """Plan the batch. ``slot`` may be a device tensor; the rest is host data and travels in one copy.
 
-        Raises: ValueError if an item has a negative length or ``own`` is out of 0..W-1.
+        Raises: ValueError on a negative length, ``own`` out of 0..W-1, a blob that is not aligned to BLOB_ALIGN.
         """
         back = conv_width - 1
         items = [item for row in rows for item in row]
         for item in items:
             if item.length < 0 or not 0 <= item.own <= back:
                 raise ValueError(f"{item}: length must be >= 0 and own within 0..{back}")
+            if item.art != NO_ARTIFACT and item.art % BLOB_ALIGN:
+                raise ValueError(f"{item}: art must be a multiple of {BLOB_ALIGN} bytes")
         lengths = np.asarray([item.length for item in items], np.int64)
         first = np.asarray([item.tok for item in items], np.int64)
         run_item, run_tok = flatten_runs(first, lengths)
@@ -179,9 +185,16 @@ def gdn_chain(
     c_off: int,
     plan: ChainPlan,
     out: Tensor,
+    scratch: Tensor | None = None,
+    precision: Precision = "tf32",
     impl: Impl | None = None,
 ) -> None:
     """Run every row of the plan through its items; write outputs of run tokens and the rows' end states.
+
+    Two launches. The first prepares q, k, v and gates of all run tokens in parallel; the second holds the state of one
+    (row, head, value block) in registers from its first item to its last, with T and S streamed from the arena.
+    Budget (one row, 16 artifacts, K = V = 128, HV = 32): 64 MiB of T read once from memory and once per value block
+    from L2, 32 MiB of S: about 30 us at 4.3 TB/s; to stay launch-bound the chain must not take over 100 us a layer.
 
     Args:
         x: [T, D] projections before the convolution of the whole flattened batch, D = 2 HK K + HV V, [q | k | v].
@@ -191,7 +204,9 @@ def gdn_chain(
         arena: uint8 [bytes]. t_off, s_off, c_off: byte offsets inside a blob of this layer's T [HV, K, K] fp32,
             S [HV, V, K] fp32 and conv tail [D, W-1] in the type of conv_pool.
         out: [T, HV, V]; only the rows of run tokens are written.
-    All arithmetic is fp32; the state is rounded once, when it goes back to the pool.
+        scratch: fp32 [>= chain_scratch(plan, D, HV)], free to share between layers of one stream; None: allocated.
+        precision: of h T in the Triton kernel.
+    All other arithmetic is fp32; the state is rounded once, when it goes back to the pool.
 
     Raises: ValueError if shapes disagree.
     """
@@ -201,9 +216,16 @@ def gdn_chain(
     layer.check(x, conv_pool)
     if tuple(ssm_pool.shape[1:]) != (num_v_heads, head_v_dim, head_k_dim):
         raise ValueError(f"ssm_pool {tuple(ssm_pool.shape)} is not [slots, {num_v_heads}, {head_v_dim}, {head_k_dim}]")
+    offsets = t_off, s_off, c_off
     if pick_impl(impl, x) == "triton":
-        raise NotImplementedError("gdn_chain: the Triton kernel is not there yet")
-    _gdn_chain_torch(layer, x, a, b, conv_pool, ssm_pool, arena, t_off, s_off, c_off, plan, out)
+        _gdn_chain_triton(layer, x, a, b, conv_pool, ssm_pool, arena, offsets, plan, out, scratch, precision)
+    else:
+        _gdn_chain_torch(layer, x, a, b, conv_pool, ssm_pool, arena, offsets, plan, out)
+
+
+def chain_scratch(plan: ChainPlan, dim: int, num_v_heads: int) -> int:
+    """fp32 elements of scratch that the Triton kernel of :func:`gdn_chain` needs."""
+    return plan.total * (dim + 2 * num_v_heads)
 
 
 # ---------------------------------------------------------------- torch reference
@@ -217,12 +239,11 @@ def _gdn_chain_torch(
     conv_pool: Tensor,
     ssm_pool: Tensor,
     arena: Tensor,
-    t_off: int,
-    s_off: int,
-    c_off: int,
+    offsets: tuple[int, int, int],
     plan: ChainPlan,
     out: Tensor,
 ) -> None:
+    t_off, s_off, c_off = offsets
     hv, dk, dv = layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
     group = hv // layer.num_k_heads
     windows, states = conv_pool[plan.slot].float(), ssm_pool[plan.slot].float()
@@ -277,3 +298,167 @@ def _convolve_row(
     here = torch.tensor(at, dtype=torch.int64, device=x.device)
     y = conv_torch(layer, [inputs[here - back + j] for j in range(layer.width)])
     return y, inputs[length - back :].t()
+
+
+# ---------------------------------------------------------------- Triton
+
+
+def _gdn_chain_triton(
+    layer: GdnLayer,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    conv_pool: Tensor,
+    ssm_pool: Tensor,
+    arena: Tensor,
+    offsets: tuple[int, int, int],
+    plan: ChainPlan,
+    out: Tensor,
+    scratch: Tensor | None,
+    precision: Precision,
+) -> None:
+    require_triton(x)
+    t_off, s_off, c_off = offsets
+    hk, hv, dk, dv = layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
+    rows, bk, bv = len(plan.slot), block(dk), min(block(dv), 32)
+    if bk > 128:
+        raise ValueError(f"head_k_dim {dk}: the Triton kernel keeps T in shared memory, at most 128; use impl='torch'")
+    if ssm_pool.stride()[1:] != (dv * dk, dk, 1) or out.stride()[1:] != (dv, 1):
+        raise ValueError(f"slots of ssm_pool {ssm_pool.stride()} and rows of out {out.stride()} must be contiguous")
+    if rows == 0:
+        return
+    if scratch is None:
+        scratch = x.new_empty(chain_scratch(plan, layer.dim, hv), dtype=torch.float32)
+    m, key_dim = plan.total, hk * dk
+    q, k, v, g, beta, _ = scratch.split(
+        [m * key_dim, m * key_dim, m * hv * dv, m * hv, m * hv, scratch.numel() - m * (layer.dim + 2 * hv)]
+    )
+    launch_inputs(layer, x, a, b, conv_pool, plan, q, k, v, g, beta, arena, c_off)
+    blocks = -(-dv // bv)
+    _chain_kernel[(blocks, rows * hv)](
+        x,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        conv_pool,
+        ssm_pool,
+        arena,
+        out,
+        plan.row_ptr,
+        plan.slot,
+        plan.fresh,
+        plan.item_tok,
+        plan.item_len,
+        plan.item_art,
+        plan.item_run,
+        plan.row_win,
+        x.stride(0),
+        conv_pool.stride(0),
+        ssm_pool.stride(0),
+        out.stride(0),
+        t_off // 4,
+        s_off // 4,
+        c_off // conv_pool.element_size(),
+        HK=hk,
+        HV=hv,
+        DK=dk,
+        DV=dv,
+        DIM=layer.dim,
+        BACK=layer.width - 1,
+        ITEM_BYTES=conv_pool.element_size(),
+        BK=bk,
+        BV=bv,
+        BC=block(-(-layer.dim // (hv * blocks))),
+        BW=1 << (layer.width - 2).bit_length(),
+        PRECISION=precision,
+        num_warps=8,
+    )
+
+
+@jit
+def _chain_kernel(
+    x,
+    q,
+    k,
+    v,
+    g,
+    beta,
+    conv_pool,
+    ssm_pool,
+    arena,
+    out,
+    row_ptr,
+    slots,
+    fresh,
+    item_tok,
+    item_len,
+    item_art,
+    item_run,
+    row_win,
+    x_stride,
+    pool_stride,
+    ssm_stride,
+    out_stride,
+    t_off,
+    s_off,
+    c_off,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    DIM: tl.constexpr,
+    BACK: tl.constexpr,
+    ITEM_BYTES: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BC: tl.constexpr,
+    BW: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program: BV rows of the state of one value head of one batch row, through all items."""
+    v_block, row, hv = tl.program_id(0), tl.program_id(1) // HV, tl.program_id(1) % HV
+    hk = hv // (HV // HK)
+    dk, dv = tl.arange(0, BK), v_block * BV + tl.arange(0, BV)
+    ok_k, ok_v = dk < DK, dv < DV
+    ok_h = ok_v[:, None] & ok_k[None, :]
+    slot = tl.load(slots + row)
+    state = ssm_pool + slot * ssm_stride + (hv * DV + dv[:, None]) * DK + dk[None, :]
+    t_rows = arena.to(tl.pointer_type(tl.float32)) + t_off + (hv * DK + dk[:, None]) * DK + dk[None, :]
+    s_rows = arena.to(tl.pointer_type(tl.float32)) + s_off + (hv * DV + dv[:, None]) * DK + dk[None, :]
+
+    h = tl.load(state, mask=ok_h & (tl.load(fresh + row) == 0), other=0.0).to(tl.float32)
+    for item in range(tl.load(row_ptr + row), tl.load(row_ptr + row + 1)):
+        run, token = tl.load(item_run + item), tl.load(item_tok + item)
+        for t in range(tl.load(item_len + item)):
+            at = (run + t) * HK + hk
+            q_t = tl.load(q + at * DK + dk, mask=ok_k, other=0.0)
+            k_t = tl.load(k + at * DK + dk, mask=ok_k, other=0.0)
+            at = (run + t) * HV + hv
+            v_t = tl.load(v + at * DV + dv, mask=ok_v, other=0.0)
+            h *= tl.exp(tl.load(g + at))
+            written = tl.load(beta + at) * (v_t - tl.sum(h * k_t[None, :], 1))
+            h += written[:, None] * k_t[None, :]
+            o = tl.sum(h * q_t[None, :], 1)
+            tl.store(out + (token + t) * out_stride + hv * DV + dv, o.to(out.dtype.element_ty), mask=ok_v)
+        artifact = tl.load(item_art + item)
+        if artifact >= 0:
+            blob = tl.multiple_of(artifact // 4, 4)
+            operator = tl.load(t_rows + blob, mask=ok_k[:, None] & ok_k[None, :], other=0.0)
+            h = tl.dot(h, operator, tl.load(s_rows + blob, mask=ok_h, other=0.0), input_precision=PRECISION)
+    tl.store(state, h.to(ssm_pool.dtype.element_ty), mask=ok_h)
+
+    # Each program also moves its share of the channels to the window at the row's end.
+    share = hv * tl.num_programs(0) + v_block
+    per_program: tl.constexpr = (DIM + HV * ((DV + BV - 1) // BV) - 1) // (HV * ((DV + BV - 1) // BV))
+    c = tl.arange(0, BC)
+    channels, columns = share * per_program + c, tl.arange(0, BW)
+    code = tl.load(row_win + row * BACK + columns, mask=columns < BACK, other=0)
+    ok_w = ((c < per_program) & (channels < DIM))[:, None] & (columns < BACK)[None, :]
+    window = load_window(
+        x, conv_pool, arena, code[None, :], slot, channels[:, None], ok_w, x_stride, pool_stride, c_off, BACK,
+        ITEM_BYTES,
+    )  # fmt: skip
+    window_out = conv_pool + slot * pool_stride + channels[:, None] * BACK + columns[None, :]
+    tl.store(window_out, window.to(conv_pool.dtype.element_ty), mask=ok_w)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,10 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hypic.kernels._common import Impl, IntVector, pick_impl, to_device
+from hypic.kernels._triton import block, constexpr, jit, require_triton, tl
 
 L2_EPS = 1e-6
+BLOB_ALIGN = 16
+"""Blob offsets are multiples of this many bytes, so that kernels read them in wide loads."""
 
 ZERO, TOKEN, POOL, ARTIFACT = range(4)
+_TOKEN, _POOL, _ARTIFACT = constexpr(TOKEN), constexpr(POOL), constexpr(ARTIFACT)
+_L2_EPS = constexpr(L2_EPS)
 
 
 def window_code(kind: int, value: int = 0) -> int:
@@ -59,7 +64,7 @@ class GdnLayer(NamedTuple):
         return self.conv_weight.shape[1]
 
     def check(self, x: Tensor, conv_pool: Tensor) -> None:
-        """Raise ValueError if the shapes of the layer, the batch and the pool disagree."""
+        """Raise ValueError if the shapes of the layer, the batch and the pool disagree, or channels are strided."""
         if self.activation not in (None, "silu", "swish"):
             raise ValueError(f"activation {self.activation!r}: only silu, swish and None are known")
         if self.num_v_heads % self.num_k_heads:
@@ -69,6 +74,10 @@ class GdnLayer(NamedTuple):
             raise ValueError(
                 f"x {tuple(x.shape)}, conv_weight {tuple(self.conv_weight.shape)}, conv_pool {tuple(conv_pool.shape)}: "
                 f"expected {self.dim} channels and a window of {self.width - 1}"
+            )
+        if x.stride(1) != 1 or conv_pool.stride()[1:] != (self.width - 1, 1):
+            raise ValueError(
+                f"x (strides {x.stride()}) and slots of conv_pool ({conv_pool.stride()}) must be contiguous"
             )
 
 
@@ -207,9 +216,13 @@ def gdn_inputs(
         conv_weight, conv_bias, activation, A_log, dt_bias, num_k_heads, num_v_heads, head_k_dim, head_v_dim
     )
     layer.check(x, conv_pool)
-    if pick_impl(impl, x) == "triton":
-        raise NotImplementedError("gdn_inputs: the Triton kernel is not there yet")
-    return _gdn_inputs_torch(layer, x, a, b, conv_pool, plan)
+    if pick_impl(impl, x) == "torch":
+        return _gdn_inputs_torch(layer, x, a, b, conv_pool, plan)
+    k = x.new_empty(plan.total, num_k_heads, head_k_dim, dtype=torch.float32)
+    v = x.new_empty(plan.total, num_v_heads, head_v_dim, dtype=torch.float32)
+    g, beta = (x.new_empty(plan.total, num_v_heads, dtype=torch.float32) for _ in range(2))
+    launch_inputs(layer, x, a, b, conv_pool, plan, None, k, v, g, beta)
+    return k, v, g, beta
 
 
 def _gdn_inputs_torch(
@@ -228,3 +241,199 @@ def _gdn_inputs_torch(
     _, k, v = split_heads_torch(layer, conv_torch(layer, taps))
     g, beta = gates_torch(layer, a[plan.run_tok], b[plan.run_tok])
     return k, v, g, beta
+
+
+# ---------------------------------------------------------------- Triton
+
+
+class Runs(Protocol):
+    """The part of a plan that tells where every run token and the window before it stand; int64 tensors."""
+
+    @property
+    def item_tok(self) -> Tensor: ...
+    @property
+    def item_row(self) -> Tensor: ...
+    @property
+    def item_win(self) -> Tensor: ...
+    @property
+    def slot(self) -> Tensor: ...
+    @property
+    def run_tok(self) -> Tensor: ...
+    @property
+    def run_item(self) -> Tensor: ...
+    @property
+    def total(self) -> int: ...
+
+
+def launch_inputs(
+    layer: GdnLayer,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    conv_pool: Tensor,
+    runs: Runs,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    arena: Tensor | None = None,
+    c_off: int = 0,
+) -> None:
+    """One launch: q (unless None), k [M, HK, K], v [M, HV, V], g and beta [M, HV], all contiguous fp32.
+
+    Grid: blocks of 16 tokens x heads (q, k, then v). ``arena`` is needed only if windows reach into artifacts.
+    """
+    require_triton(x)
+    if runs.total == 0:
+        return
+    if a.stride(1) != 1 or b.stride(1) != 1:
+        raise ValueError(f"a (strides {a.stride()}) and b ({b.stride()}) must be contiguous in their last dimension")
+    hk, hv, tokens = layer.num_k_heads, layer.num_v_heads, 16
+    heads = (2 * hk if q is not None else hk) + hv
+    _inputs_kernel[(-(-runs.total // tokens), heads)](
+        x,
+        a,
+        b,
+        layer.conv_weight,
+        layer.conv_bias if layer.conv_bias is not None else layer.conv_weight,
+        layer.A_log,
+        layer.dt_bias,
+        conv_pool,
+        arena if arena is not None else conv_pool,
+        runs.item_tok,
+        runs.item_row,
+        runs.item_win,
+        runs.slot,
+        runs.run_tok,
+        runs.run_item,
+        q if q is not None else k,
+        k,
+        v,
+        g,
+        beta,
+        runs.total,
+        x.stride(0),
+        a.stride(0),
+        b.stride(0),
+        layer.conv_weight.stride(0),
+        conv_pool.stride(0),
+        c_off // conv_pool.element_size(),
+        HK=hk,
+        HV=hv,
+        DK=layer.head_k_dim,
+        DV=layer.head_v_dim,
+        W=layer.width,
+        ITEM_BYTES=conv_pool.element_size(),
+        HAS_BIAS=layer.conv_bias is not None,
+        SILU=layer.activation is not None,
+        WITH_Q=q is not None,
+        BM=tokens,
+        BD=block(max(layer.head_k_dim, layer.head_v_dim)),
+        num_warps=4,
+    )
+
+
+@jit
+def load_window(x, conv_pool, arena, code, slot, channels, live, x_stride, pool_stride, c_off, BACK, ITEM_BYTES):
+    """Inputs at window ``code`` s of ``channels`` (both broadcast to a tile), fp32; 0 where not ``live``."""
+    kind, value = code & 3, code >> 2
+    found = tl.load(x + value * x_stride + channels, mask=live & (kind == _TOKEN), other=0.0).to(tl.float32)
+    in_pool = conv_pool + slot * pool_stride + channels * BACK + value
+    found += tl.load(in_pool, mask=live & (kind == _POOL), other=0.0).to(tl.float32)
+    tails = arena.to(tl.pointer_type(conv_pool.dtype.element_ty))
+    in_tail = tails + (value // BACK) // ITEM_BYTES + c_off + channels * BACK + value % BACK
+    return found + tl.load(in_tail, mask=live & (kind == _ARTIFACT), other=0.0).to(tl.float32)
+
+
+@jit
+def _inputs_kernel(
+    x,
+    a,
+    b,
+    conv_weight,
+    conv_bias,
+    A_log,
+    dt_bias,
+    conv_pool,
+    arena,
+    item_tok,
+    item_row,
+    item_win,
+    slots,
+    run_tok,
+    run_item,
+    q_out,
+    k_out,
+    v_out,
+    g_out,
+    beta_out,
+    total,
+    x_stride,
+    a_stride,
+    b_stride,
+    weight_stride,
+    pool_stride,
+    c_off,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    W: tl.constexpr,
+    ITEM_BYTES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    WITH_Q: tl.constexpr,
+    BM: tl.constexpr,
+    BD: tl.constexpr,
+):
+    BACK: tl.constexpr = W - 1
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    head = tl.program_id(1)
+    if not WITH_Q:
+        head += HK
+    is_value = head >= 2 * HK
+    dim = tl.where(is_value, DV, DK)
+    first = tl.where(is_value, 2 * HK * DK + (head - 2 * HK) * DV, head * DK)
+    d = tl.arange(0, BD)
+    ok_m, ok_d = m < total, d < dim
+    ok = ok_m[:, None] & ok_d[None, :]
+    channels = first + d
+
+    token = tl.load(run_tok + m, mask=ok_m, other=0)
+    item = tl.load(run_item + m, mask=ok_m, other=0)
+    local = token - tl.load(item_tok + item, mask=ok_m, other=0)
+    slot = tl.load(slots + tl.load(item_row + item, mask=ok_m, other=0), mask=ok_m, other=0)
+
+    y = tl.zeros([BM, BD], dtype=tl.float32)
+    for j in tl.static_range(W):
+        in_run = local >= BACK - j
+        code = tl.load(item_win + item * BACK + local + j, mask=ok_m & (local < BACK - j), other=0)
+        code = tl.where(in_run, (token - BACK + j) << 2 | _TOKEN, code)
+        inputs = load_window(
+            x, conv_pool, arena, code[:, None], slot[:, None], channels[None, :], ok, x_stride, pool_stride, c_off,
+            BACK, ITEM_BYTES,
+        )  # fmt: skip
+        weight = tl.load(conv_weight + channels * weight_stride + j, mask=ok_d, other=0.0).to(tl.float32)
+        y += inputs * weight[None, :]
+    if HAS_BIAS:
+        y += tl.load(conv_bias + channels, mask=ok_d, other=0.0).to(tl.float32)[None, :]
+    if SILU:
+        y = y * tl.sigmoid(y)
+
+    if is_value:
+        hv = head - 2 * HK
+        tl.store(v_out + (m[:, None] * HV + hv) * DV + d[None, :], y, mask=ok)
+        pre = tl.load(a + token * a_stride + hv, mask=ok_m, other=0.0).to(tl.float32)
+        pre += tl.load(dt_bias + hv).to(tl.float32)
+        softplus = tl.where(pre > 20.0, pre, tl.log(1.0 + tl.exp(tl.minimum(pre, 20.0))))
+        tl.store(g_out + m * HV + hv, -tl.exp(tl.load(A_log + hv).to(tl.float32)) * softplus, mask=ok_m)
+        raw_beta = tl.load(b + token * b_stride + hv, mask=ok_m, other=0.0).to(tl.float32)
+        tl.store(beta_out + m * HV + hv, tl.sigmoid(raw_beta), mask=ok_m)
+    else:
+        y = tl.where(ok, y, 0.0)
+        y = y * tl.rsqrt(tl.sum(y * y, 1) + _L2_EPS)[:, None]
+        if head < HK:
+            tl.store(q_out + (m[:, None] * HK + head) * DK + d[None, :], y * (DK**-0.5), mask=ok)
+        else:
+            tl.store(k_out + (m[:, None] * HK + head - HK) * DK + d[None, :], y, mask=ok)

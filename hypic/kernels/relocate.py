@@ -294,7 +294,9 @@ def _move_kernel(
     seg = tl.load(tok_seg + m, mask=ok_m, other=0)
     n = tl.load(counts + seg, mask=ok_m, other=0)
     local = m - tl.load(cu + seg, mask=ok_m, other=0)
-    block_at = tl.load(blob_kv + seg, mask=ok_m, other=0) // ITEM_BYTES + n * (layer * H * (DK + DV) + tl.where(is_v, H * DK, 0))
+    block_at = tl.load(blob_kv + seg, mask=ok_m, other=0) // ITEM_BYTES + n * (
+        layer * H * (DK + DV) + tl.where(is_v, H * DK, 0)
+    )
     block_at = tl.multiple_of(block_at + local * H * dim + head * dim, VECTOR)
     element: tl.constexpr = pool_type.dtype.element_ty
     in_blob = arena.to(tl.pointer_type(element)) + block_at[:, None]

@@ -1,16 +1,17 @@
-"""Chunk math of the gated delta rule (UT/WY transform), batched over any leading dimensions.
+"""Chunk math of the gated delta rule (UT transform), batched over any leading dimensions.
 
 With the state h as [V, K] and alpha_t = exp(g_t), one token does
 
     h_t = alpha_t h_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T.
 
-Over a chunk that starts from h, with G the running sum of g inside the chunk, the update is rank C:
+Over a chunk of C tokens that starts from h, with G the running sum of g inside the chunk and D_ts = exp(G_t - G_s):
 
-    h_end = exp(G_C) h + (u - w h^T)^T k_end,     o = exp(G) q h^T + tril(q k^T * D) (u - w h^T)
-    (I + tril(beta D * k k^T, -1)) [u | w] = [beta v | beta exp(G) k],   D_ts = exp(G_t - G_s)
+    (I + L) written = beta (v - exp(G) k h^T),     L = tril(beta D * k k^T, -1)
+    h_end = exp(G_C) h + written^T k_end,          k_end = exp(G_C - G) k
+    o = exp(G) q h^T + tril(D * q k^T) written
 
-so u and w do not depend on h: all chunks get theirs at once, and each row of h moves on its own. That is why the
-transition operator T (rows: an identity that meets no values) and the zero-start end-state S come out of one pass.
+L does not depend on h, and each row of h moves on its own. That is why the transition operator T (rows: an identity
+that meets no values) and the zero-start end-state S come out of one pass over stacked rows.
 Sources: Gated DeltaNet, arXiv 2412.06464; DeltaNet, arXiv 2406.06484.
 """
 
@@ -24,45 +25,38 @@ from torch import Tensor
 CHUNK = 64
 
 
-class WY(NamedTuple):
+class Chunk(NamedTuple):
     """One chunk of C tokens, without the state. Leading dimensions (sequences, heads) are free.
 
     Attributes:
-        u: [..., C, V] what the tokens write into a zero state.
-        w: [..., C, K] what they read from the state the chunk starts from.
-        k_end: [..., C, K] keys, decayed from their token to the end of the chunk.
-        log_decay: [..., C] running sum of g inside the chunk.
+        k: [..., C, K]. beta: [..., C]. log_decay: [..., C], G. between: [..., C, C], D (0 above the diagonal).
+        lower: [..., C, C], L.
     """
 
-    u: Tensor
-    w: Tensor
-    k_end: Tensor
+    k: Tensor
+    beta: Tensor
     log_decay: Tensor
+    between: Tensor
+    lower: Tensor
 
+    @classmethod
+    def of(cls, k: Tensor, g: Tensor, beta: Tensor) -> Chunk:
+        """k [..., C, K] normalised; g, beta [..., C]. A token with g = beta = 0 changes nothing."""
+        log_decay = g.cumsum(-1)
+        gap = log_decay[..., :, None] - log_decay[..., None, :]
+        future = torch.ones(gap.shape[-2:], dtype=torch.bool, device=gap.device).triu(1)
+        between = gap.masked_fill(future, float("-inf")).exp()  # masked first: the future would overflow
+        lower = (beta[..., None] * k @ k.transpose(-1, -2) * between).tril(-1)
+        return cls(k, beta, log_decay, between, lower)
 
-def _decay_between(log_decay: Tensor) -> Tensor:
-    """[..., C] -> [..., C, C]: exp(G_t - G_s) for s <= t, else 0. Masked before exp, so nothing overflows."""
-    gap = log_decay[..., :, None] - log_decay[..., None, :]
-    future = torch.ones(gap.shape[-2:], dtype=torch.bool, device=gap.device).triu(1)
-    return gap.masked_fill(future, float("-inf")).exp()
-
-
-def wy_transform(k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> WY:
-    """k [..., C, K] normalised, v [..., C, V], g and beta [..., C]; a token with beta = g = 0 changes nothing."""
-    log_decay = g.cumsum(-1)
-    k_beta = k * beta[..., None]
-    lower = (k_beta @ k.transpose(-1, -2) * _decay_between(log_decay)).tril(-1)
-    rhs = torch.cat([v * beta[..., None], k_beta * log_decay.exp()[..., None]], -1)
-    solved = torch.linalg.solve_triangular(lower, rhs, upper=False, unitriangular=True)
-    u, w = solved.split([v.shape[-1], k.shape[-1]], -1)
-    k_end = k * (log_decay[..., -1:] - log_decay).exp()[..., None]
-    return WY(u, w, k_end, log_decay)
-
-
-def advance_rows(chunk: WY, rows: Tensor, u: Tensor) -> Tensor:
-    """Move state rows [..., R, K] over the chunk. ``u`` [..., C, R]: what the tokens write into each row."""
-    written = u - chunk.w @ rows.transpose(-1, -2)
-    return rows * chunk.log_decay[..., -1].exp()[..., None, None] + written.transpose(-1, -2) @ chunk.k_end
+    def advance(self, rows: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """State rows [..., R, K] that meet values v [..., C, R] -> (rows at the end, what was written [..., C, R])."""
+        read = self.log_decay.exp()[..., None] * (self.k @ rows.transpose(-1, -2))
+        rhs = self.beta[..., None] * (v - read)
+        written = torch.linalg.solve_triangular(self.lower, rhs, upper=False, unitriangular=True)
+        end = self.log_decay[..., -1:]
+        k_end = self.k * (end - self.log_decay).exp()[..., None]
+        return rows * end.exp()[..., None] + written.transpose(-1, -2) @ k_end, written
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,10 +69,8 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, h: Tens
     outputs = []
     for start in range(0, k.shape[1], CHUNK):
         part = slice(start, start + CHUNK)
-        q_c, k_c = q[:, part], k[:, part]
-        chunk = wy_transform(k_c, v[:, part], g[:, part], beta[:, part])
-        written = chunk.u - chunk.w @ h.transpose(-1, -2)
-        scores = q_c @ k_c.transpose(-1, -2) * _decay_between(chunk.log_decay)
-        outputs.append((q_c * chunk.log_decay.exp()[..., None]) @ h.transpose(-1, -2) + scores @ written)
-        h = advance_rows(chunk, h, chunk.u)
+        chunk, q_c = Chunk.of(k[:, part], g[:, part], beta[:, part]), q[:, part]
+        from_start = chunk.log_decay.exp()[..., None] * (q_c @ h.transpose(-1, -2))
+        h, written = chunk.advance(h, v[:, part])
+        outputs.append(from_start + (q_c @ chunk.k.transpose(-1, -2) * chunk.between) @ written)
     return (torch.cat(outputs, 1) if outputs else torch.empty_like(v)), h

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +14,35 @@ from hypic.kernels._common import blob_view
 from hypic.kernels.gdn_chain import ChainItem, ChainPlan
 
 NAN_BYTE = 0xFF  # a float of any type made of these bytes is a NaN
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@dataclass(frozen=True)
+class Target:
+    """An implementation and where it runs. ``dots``: options for full fp32 precision, where a kernel takes them."""
+
+    impl: Literal["torch", "triton"]
+    device: str
+
+    @property
+    def dots(self) -> dict[str, Any]:
+        return {"impl": self.impl, "precision": "ieee"}
+
+    def __str__(self) -> str:
+        return f"{self.impl}-{self.device}"
+
+
+def _targets() -> list[Target]:
+    if INTERPRETED:
+        return [Target("triton", "cpu")]
+    return [Target("torch", "cpu")] + [Target("triton", "cuda")] * torch.cuda.is_available()
+
+
+TARGETS = _targets()
+
+
+def sizes(every: list[int], interpreted: list[int]) -> list[int]:
+    return interpreted if INTERPRETED else every
 
 
 @dataclass(frozen=True)
@@ -43,6 +74,7 @@ class Case:
     seed: int = 0
     pool_dtype: torch.dtype = torch.float32
     bias: bool = True
+    device: str = "cpu"
     rng: torch.Generator = field(init=False)
 
     def __post_init__(self) -> None:
@@ -68,6 +100,9 @@ class Case:
         c_bytes = h.dim * (h.width - 1) * self.pool_dtype.itemsize
         self.stride = -(-(self.c_off + c_bytes) // 64) * 64 + 64
         self.arena = torch.full((self.blobs * self.stride,), NAN_BYTE, dtype=torch.uint8)
+        for name in ("x", "a", "b", "conv_pool", "ssm_pool", "arena"):
+            setattr(self, name, getattr(self, name).to(self.device))
+        self.layer = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in self.layer.items()}
 
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.rng)
@@ -100,16 +135,16 @@ class Case:
 
     def token_inputs(self, window: Tensor, token: int) -> tuple[list[Tensor], Tensor]:
         """q, k, v, g, beta of one token ([1, HV, .]) after ``window`` [D, W-1], and the window after it."""
-        h, p = self.heads, {k: v.double() if isinstance(v, Tensor) else v for k, v in self.layer.items()}
-        full = torch.cat([window, self.x[token].double()[:, None]], 1)
+        h, p = self.heads, {k: v.cpu().double() if isinstance(v, Tensor) else v for k, v in self.layer.items()}
+        full = torch.cat([window, self.x[token].cpu().double()[:, None]], 1)
         y = (full * p["conv_weight"]).sum(1) + (p["conv_bias"] if self.bias else 0)
         y = y * torch.sigmoid(y)
         q, k, v = y.split([h.hk * h.dk, h.hk * h.dk, h.hv * h.dv])
         group = h.hv // h.hk
         q, k = (t.view(h.hk, h.dk).repeat_interleave(group, 0) for t in (q, k))
         q, k = (t / (t.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k))
-        g = -p["A_log"].exp() * torch.log1p((self.a[token].double() + p["dt_bias"]).exp())
-        beta = 1 / (1 + (-self.b[token].double()).exp())
+        g = -p["A_log"].exp() * torch.log1p((self.a[token].cpu().double() + p["dt_bias"]).exp())
+        beta = 1 / (1 + (-self.b[token].cpu().double()).exp())
         return [t[None] for t in (q * h.dk**-0.5, k, v.view(h.hv, h.dv), g, beta)], full[:, 1:]
 
     def chain_truth(
@@ -117,7 +152,7 @@ class Case:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(out [T, HV, V], conv_pool, ssm_pool) after the chain, what is not written unchanged; float64."""
         h = self.heads
-        conv, ssm = self.conv_pool.double(), self.ssm_pool.double()
+        conv, ssm = self.conv_pool.cpu().double(), self.ssm_pool.cpu().double()
         out = torch.full((self.tokens, h.hv, h.dv), float("nan"), dtype=torch.float64)
         for row, s, new in zip(rows, slot, fresh, strict=True):
             state = torch.zeros_like(ssm[s]) if new else ssm[s]
@@ -129,14 +164,14 @@ class Case:
                     out[t] = o[0]
                 if item.art >= 0:
                     blob = item.art // self.stride
-                    state = state @ self.t_view(blob).double() + self.s_view(blob).double()
-                    own = self.c_view(blob).double()[:, h.width - 1 - item.own :]
+                    state = state @ self.t_view(blob).cpu().double() + self.s_view(blob).cpu().double()
+                    own = self.c_view(blob).cpu().double()[:, h.width - 1 - item.own :]
                     window = torch.cat([window, own], 1)[:, item.own :]
             conv[s], ssm[s] = window, state
         return out, conv, ssm
 
     def chain_plan(self, rows: list[list[ChainItem]], slot: list[int], fresh: list[bool]) -> ChainPlan:
-        return ChainPlan.build(rows=rows, slot=slot, fresh=fresh, conv_width=self.heads.width, device="cpu")
+        return ChainPlan.build(rows=rows, slot=slot, fresh=fresh, conv_width=self.heads.width, device=self.device)
 
     def chain_args(self, out: Tensor) -> dict[str, object]:
         return {
@@ -153,6 +188,7 @@ class Case:
 
 def assert_close(got: Tensor, want: Tensor, tol: float) -> None:
     """Same NaNs (what must stay untouched is NaN in both), and within ``tol`` of the truth relative to its scale."""
+    got, want = got.cpu(), want.cpu()
     assert got.shape == want.shape
     torch.testing.assert_close(got.isnan(), want.isnan(), msg="NaNs where there should be none, or the reverse")
     error = (got.double() - want.double()).nan_to_num(0.0).abs().max().item() if want.numel() else 0.0

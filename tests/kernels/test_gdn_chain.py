@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import Case, Heads, assert_close
+from cases import Case, Heads, Target, assert_close, sizes
 
 from hypic.kernels.gdn_chain import ChainItem, gdn_chain
 
-RUN = [1, 7, 63, 64, 65, 500, 1000]
+RUN = sizes([1, 7, 63, 64, 65, 500, 1000], [1, 7, 65])
 
 
-def check(case: Case, rows: list[list[ChainItem]], slot: list[int], fresh: list[bool], tol: float = 2e-5) -> None:
+def check(
+    case: Case, target: Target, rows: list[list[ChainItem]], slot: list[int], fresh: list[bool], tol: float = 2e-5
+) -> None:
     for s, new in zip(slot, fresh, strict=True):
         if not new:
             case.fill_slot(s)
     out_truth, conv_truth, ssm_truth = case.chain_truth(rows, slot, fresh)
-    out = torch.full((case.tokens, case.heads.hv, case.heads.dv), float("nan"))
+    out = torch.full((case.tokens, case.heads.hv, case.heads.dv), float("nan"), device=case.device)
     before = case.arena.clone()
-    gdn_chain(case.x, case.a, case.b, plan=case.chain_plan(rows, slot, fresh), **case.chain_args(out))
+    gdn_chain(case.x, case.a, case.b, plan=case.chain_plan(rows, slot, fresh), **case.chain_args(out), **target.dots)
     assert_close(out, out_truth, tol)
     assert_close(case.conv_pool, conv_truth, tol)
     assert_close(case.ssm_pool, ssm_truth, tol)
@@ -27,9 +29,9 @@ def check(case: Case, rows: list[list[ChainItem]], slot: list[int], fresh: list[
 
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "continued"])
 @pytest.mark.parametrize("length", RUN)
-def test_one_run(length: int, fresh: bool) -> None:
-    case = Case(Heads(), tokens=length + 3, seed=length)
-    check(case, [[ChainItem(2, length)]], [3], [fresh])
+def test_one_run(length: int, fresh: bool, target: Target) -> None:
+    case = Case(Heads(), tokens=length + 3, seed=length, device=target.device)
+    check(case, target, [[ChainItem(2, length)]], [3], [fresh])
 
 
 def rag(case: Case) -> tuple[list[list[ChainItem]], list[int], list[bool]]:
@@ -54,25 +56,25 @@ def rag(case: Case) -> tuple[list[list[ChainItem]], list[int], list[bool]]:
 @pytest.mark.parametrize(
     "heads", [Heads(), Heads(1, 1, 5, 3), Heads(2, 2, 24, 16, width=2), Heads(1, 3, 16, 40, width=5)], ids=str
 )
-def test_rows_of_seams_and_artifacts(heads: Heads) -> None:
-    case = Case(heads, tokens=26, blobs=4 if heads.width == 4 else 2)
+def test_rows_of_seams_and_artifacts(heads: Heads, target: Target) -> None:
+    case = Case(heads, tokens=26, blobs=4 if heads.width == 4 else 2, device=target.device)
     if heads.width == 4:
-        check(case, *rag(case))
+        check(case, target, *rag(case))
         return
     for blob in range(2):
         case.fill_artifact(blob, own=blob)
     art = case.stride
-    check(case, [[ChainItem(0, 8, art, 1), ChainItem(9, 8, 0, 0), ChainItem(17, 1, art, 1)]], [1], [False])
+    check(case, target, [[ChainItem(0, 8, art, 1), ChainItem(9, 8, 0, 0), ChainItem(17, 1, art, 1)]], [1], [False])
 
 
-def test_pools_in_bf16_are_rounded_once() -> None:
-    case = Case(Heads(), tokens=26, pool_dtype=torch.bfloat16)
-    check(case, *rag(case), tol=1e-2)
+def test_pools_in_bf16_are_rounded_once(target: Target) -> None:
+    case = Case(Heads(), tokens=26, pool_dtype=torch.bfloat16, device=target.device)
+    check(case, target, *rag(case), tol=1e-2)
 
 
-def test_no_rows() -> None:
-    case = Case(Heads(), tokens=3)
-    check(case, [], [], [])
+def test_no_rows(target: Target) -> None:
+    case = Case(Heads(), tokens=3, device=target.device)
+    check(case, target, [], [], [])
 
 
 def test_wrong_shapes_are_refused() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from cases import Target
 from torch import Tensor
 
 from hypic.kernels._common import blob_view
@@ -51,9 +52,9 @@ class Rope:
 
 
 class Pools:
-    def __init__(self, rope: Rope, counts: list[int], seed: int = 0) -> None:
+    def __init__(self, rope: Rope, counts: list[int], target: Target, seed: int = 0) -> None:
         rng = torch.Generator().manual_seed(seed)
-        self.rope, self.counts = rope, counts
+        self.rope, self.counts, self.target = rope, counts, target
         self.k = [torch.full((SLOTS, rope.heads, rope.dk), float("nan"), dtype=rope.dtype) for _ in range(LAYERS)]
         self.v = [torch.full((SLOTS, rope.heads, rope.dv), float("nan"), dtype=rope.dtype) for _ in range(LAYERS)]
         per_token = LAYERS * rope.heads * (rope.dk + rope.dv) * rope.dtype.itemsize
@@ -64,9 +65,13 @@ class Pools:
         self.arena = torch.full((end + 64,), 0xFF, dtype=torch.uint8)
         self.slots = torch.randperm(SLOTS, generator=rng)[: sum(counts)].tolist()
         self.rng = rng
+        self.k, self.v = ([p.to(target.device) for p in pools] for pools in (self.k, self.v))
+        self.arena = self.arena.to(target.device)
 
     def plan(self, shift: list[int]) -> InteriorPlan:
-        return InteriorPlan.build(blob_kv=self.blob_kv, count=self.counts, slots=self.slots, shift=shift, device="cpu")
+        return InteriorPlan.build(
+            blob_kv=self.blob_kv, count=self.counts, slots=self.slots, shift=shift, device=self.target.device
+        )
 
     def blocks(self, i: int) -> list[tuple[Tensor, Tensor]]:
         """K and V of segment i per layer, as views of the arena."""
@@ -95,11 +100,15 @@ class Pools:
             self.plan(shift),
             self.k,
             self.v,
-            cos_sin=cos_sin if cos_sin is not None else table(r.rotary_dim, r.scale),
+            cos_sin=cos_sin if cos_sin is not None else table(r.rotary_dim, r.scale).to(self.target.device),
             rotary_dim=r.rotary_dim,
             is_neox=r.is_neox,
             scale=r.scale,
+            impl=self.target.impl,
         )
+
+    def capture(self) -> None:
+        capture_interiors(self.arena, self.plan([0] * len(self.counts)), self.k, self.v, impl=self.target.impl)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -116,14 +125,14 @@ ROPES = [
 
 
 @pytest.mark.parametrize("rope", ROPES, ids=str)
-def test_relocated_keys_stand_at_their_new_positions(rope: Rope) -> None:
+def test_relocated_keys_stand_at_their_new_positions(rope: Rope, target: Target) -> None:
     """K rotated at local positions, then relocated, equals K rotated at the final positions (factor applied once)."""
     shift, counts = [5, 0, 31, 17], [7, 65, 1, 0]
-    pools = Pools(rope, counts)
+    pools = Pools(rope, counts, target)
     pools.fill_blobs()
     raw = []
     for i, n in enumerate(counts):
-        raw.append([k.double().clone() for k, _ in pools.blocks(i)])
+        raw.append([k.cpu().double().clone() for k, _ in pools.blocks(i)])
         for k, before in zip((k for k, _ in pools.blocks(i)), raw[i], strict=True):
             k.copy_(rotate_at(before, torch.arange(n) % 32, rope.rotary_dim, rope.is_neox, rope.scale).to(k.dtype))
     before = pools.arena.clone()
@@ -133,7 +142,7 @@ def test_relocated_keys_stand_at_their_new_positions(rope: Rope) -> None:
         slots = pools.segment_slots(i)
         for layer, (_, v) in enumerate(pools.blocks(i)):
             want = rotate_at(raw[i][layer], torch.arange(n) % 32 + shift[i], rope.rotary_dim, rope.is_neox, rope.scale)
-            torch.testing.assert_close(pools.k[layer][slots].double(), want, atol=tol, rtol=tol)
+            torch.testing.assert_close(pools.k[layer][slots].cpu().double(), want, atol=tol, rtol=tol)
             assert same_bits(pools.v[layer][slots], v)
     untouched = sorted(set(range(SLOTS)) - set(pools.slots))
     assert all(p[untouched].isnan().all() for p in pools.k + pools.v)
@@ -141,9 +150,9 @@ def test_relocated_keys_stand_at_their_new_positions(rope: Rope) -> None:
 
 
 @pytest.mark.parametrize("rope", ROPES, ids=str)
-def test_shift_zero_copies_bits(rope: Rope) -> None:
+def test_shift_zero_copies_bits(rope: Rope, target: Target) -> None:
     """Even NaN and infinity, and with an attention factor."""
-    pools = Pools(rope, [9, 3])
+    pools = Pools(rope, [9, 3], target)
     pools.fill_blobs()
     pools.blocks(0)[1][0][2, 0, :3] = torch.tensor([float("nan"), float("inf"), -0.0])
     pools.relocate([0, 0])
@@ -154,12 +163,12 @@ def test_shift_zero_copies_bits(rope: Rope) -> None:
 
 
 @pytest.mark.parametrize("rope", ROPES, ids=str)
-def test_shift_back_undoes_a_shift(rope: Rope) -> None:
-    pools = Pools(rope, [11])
+def test_shift_back_undoes_a_shift(rope: Rope, target: Target) -> None:
+    pools = Pools(rope, [11], target)
     pools.fill_blobs()
     first = [k.clone() for k, _ in pools.blocks(0)]
     pools.relocate([13])
-    capture_interiors(pools.arena, pools.plan([13]), pools.k, pools.v)
+    pools.capture()
     pools.relocate([-13])
     tol = 2e-5 if rope.dtype == torch.float32 else 3e-2
     for layer, k in enumerate(first):
@@ -167,12 +176,12 @@ def test_shift_back_undoes_a_shift(rope: Rope) -> None:
 
 
 @pytest.mark.parametrize("rope", ROPES, ids=str)
-def test_capture_writes_the_block_and_nothing_else(rope: Rope) -> None:
+def test_capture_writes_the_block_and_nothing_else(rope: Rope, target: Target) -> None:
     counts = [7, 0, 64, 1]
-    pools = Pools(rope, counts)
+    pools = Pools(rope, counts, target)
     for p in pools.k + pools.v:
         p[pools.slots] = torch.randn((len(pools.slots), *p.shape[1:]), generator=pools.rng).to(p.dtype)
-    capture_interiors(pools.arena, pools.plan([0] * 4), pools.k, pools.v)
+    pools.capture()
     for i in range(len(counts)):
         for layer, (k, v) in enumerate(pools.blocks(i)):
             assert same_bits(pools.k[layer][pools.segment_slots(i)], k)
@@ -182,18 +191,18 @@ def test_capture_writes_the_block_and_nothing_else(rope: Rope) -> None:
     assert (pools.arena == 0xFF).all()
 
 
-def test_each_layer_may_have_its_own_table() -> None:
+def test_each_layer_may_have_its_own_table(target: Target) -> None:
     rope = Rope()
-    pools = Pools(rope, [3])
+    pools = Pools(rope, [3], target)
     pools.fill_blobs()
-    zero = torch.cat([torch.ones(MAX_POS, 4), torch.zeros(MAX_POS, 4)], -1)
-    pools.relocate([5], [zero, table(8, 1.0), zero])
+    zero = torch.cat([torch.ones(MAX_POS, 4), torch.zeros(MAX_POS, 4)], -1).to(target.device)
+    pools.relocate([5], [zero, table(8, 1.0).to(target.device), zero])
     moved = [not same_bits(pools.k[layer][pools.slots], k) for layer, (k, _) in enumerate(pools.blocks(0))]
     assert moved == [False, True, False]
 
 
-def test_wrong_numbers_are_refused() -> None:
-    pools = Pools(Rope(), [3])
+def test_wrong_numbers_are_refused(target: Target) -> None:
+    pools = Pools(Rope(), [3], target)
     with pytest.raises(ValueError, match="2 slots for 3"):
         InteriorPlan.build(blob_kv=[0], count=[3], slots=[1, 2], device="cpu")
     with pytest.raises(ValueError, match="rotary tables"):

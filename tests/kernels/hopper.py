@@ -1,0 +1,123 @@
+"""Compile the Triton kernels for an H100/H200 as the operations would launch them, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from hypic.kernels import gdn_chain, gdn_inputs, gdn_transition, relocate
+
+TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64", torch.uint8: "*u8"}
+KERNELS = {
+    gdn_inputs: ["_inputs_kernel"],
+    gdn_chain: ["_chain_kernel"],
+    gdn_transition: ["_solve_kernel", "_advance_kernel"],
+    relocate: ["_move_kernel"],
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    shared_bytes: int
+    registers: int
+    spill_bytes: int
+
+
+class Recorder:
+    """Stands in for a kernel: what is launched on it is compiled instead."""
+
+    def __init__(self, kernel: Any, reports: list[tuple[str, Report]]) -> None:
+        self.kernel, self.reports = kernel, reports
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return self.compile
+
+    def compile(self, *args: Any, num_warps: int, **constants: Any) -> None:
+        signature: dict[str, str] = {}
+        attributes = {}
+        for i, (name, arg) in enumerate(zip(self.kernel.arg_names, args, strict=False)):
+            if isinstance(arg, torch.Tensor):
+                signature[name] = TYPES[arg.dtype]
+            else:
+                signature[name] = "fp32" if isinstance(arg, float) else "i32"
+            if isinstance(arg, torch.Tensor) or arg % 16 == 0:
+                attributes[i,] = [["tt.divisibility", 16]]
+        signature |= dict.fromkeys(constants, "constexpr")
+        source = ASTSource(
+            self.kernel, signature, {(self.kernel.arg_names.index(k),): v for k, v in constants.items()}, attributes
+        )
+        built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+        self.reports.append((self.kernel.__name__, _report(built)))
+
+
+def _report(built: Any) -> Report:
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
+        ptx.write(built.asm["ptx"])
+        ptx.flush()
+        command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", ptx.name, "-o", "/dev/null"]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", log)]
+    return Report(built.metadata.shared, max(int(n) for n in re.findall(r"Used (\d+) registers", log)), max(spills))
+
+
+@contextmanager
+def recorded() -> Iterator[list[tuple[str, Report]]]:
+    reports: list[tuple[str, Report]] = []
+    with ExitStack() as stack:
+        for module, names in KERNELS.items():
+            stack.enter_context(mock.patch.object(module, "require_triton"))
+            for name in names:
+                stack.enter_context(mock.patch.object(module, name, Recorder(getattr(module, name), reports)))
+        yield reports
+
+
+def compile_all(hk: int, hv: int, dk: int, dv: int, kv_heads: int, kv_dim: int) -> list[tuple[str, Report]]:
+    """Every operation in bf16 at one shape. Returns (kernel, report) per launch."""
+    n, width, dim = 64, 4, 2 * hk * dk + hv * dv
+    bf16 = {"dtype": torch.bfloat16}
+    arena = torch.empty(1 << 20, dtype=torch.uint8)
+    layer = {
+        "conv_weight": torch.empty(dim, width, **bf16),
+        "conv_bias": None,
+        "activation": "silu",
+        "A_log": torch.empty(hv),
+        "dt_bias": torch.empty(hv),
+        "num_k_heads": hk,
+        "num_v_heads": hv,
+        "head_k_dim": dk,
+        "head_v_dim": dv,
+        "conv_pool": torch.empty(2, dim, width - 1, **bf16),
+    }
+    x, a, b = torch.empty(n, dim, **bf16), torch.empty(n, hv, **bf16), torch.empty(n, hv, **bf16)
+    offsets = {"arena": arena, "t_off": 256, "s_off": 512}
+    pools = [torch.empty(8, kv_heads, kv_dim, **bf16) for _ in range(2)]
+    with recorded() as reports:
+        chain = gdn_chain.ChainPlan.build(
+            rows=[[gdn_chain.ChainItem(0, 8, 0, 3)]], slot=[1], fresh=[True], conv_width=width, device="cpu"
+        )
+        gdn_chain.gdn_chain(
+            x, a, b, **layer, **offsets, c_off=1024, ssm_pool=torch.empty(2, hv, dv, dk), plan=chain,
+            out=torch.empty(n, hv, dv, **bf16), impl="triton",
+        )  # fmt: skip
+        inputs = gdn_inputs.InputsPlan.build(
+            seq_tok=[0], seq_len=[n], seq_slot=[0], seq_fresh=[True], conv_width=width, device="cpu"
+        )
+        k, v, g, beta = gdn_inputs.gdn_inputs(x, a, b, **layer, plan=inputs, impl="triton")
+        transition = gdn_transition.TransitionPlan.build(cu=[0, n], blob=[0], first=[True], device="cpu")
+        gdn_transition.gdn_transition(k, v, g, beta, **offsets, plan=transition, impl="triton")
+        interiors = relocate.InteriorPlan.build(blob_kv=[0], count=[3], slots=[1, 2, 3], shift=[3], device="cpu")
+        rotary = {"cos_sin": torch.empty(64, kv_dim // 4), "rotary_dim": kv_dim // 4, "is_neox": True}
+        relocate.relocate_interiors(arena, interiors, pools, pools, **rotary, impl="triton")
+        relocate.capture_interiors(arena, interiors, pools, pools, impl="triton")
+    return reports

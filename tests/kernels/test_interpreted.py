@@ -1,0 +1,46 @@
+"""The Triton kernels under Triton's interpreter, and through its compiler for a GPU that need not be there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cases import INTERPRETED
+
+HERE = Path(__file__).parent
+pytest.importorskip("triton")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the process it would start")
+def test_triton_kernels_under_the_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE)],
+        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+SHAPES = {
+    "qwen3.5-35b-a3b": {"hk": 16, "hv": 32, "dk": 128, "dv": 128, "kv_heads": 2, "kv_dim": 256},
+    "odd": {"hk": 1, "hv": 3, "dk": 48, "dv": 80, "kv_heads": 3, "kv_dim": 24},
+}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs the compiler")
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_kernels_compile_for_hopper(shape: dict[str, int]) -> None:
+    """They fit into shared memory and spill no registers (a spill is a regression in speed)."""
+    from hopper import compile_all
+
+    reports = compile_all(**shape)
+    assert len(reports) == 7
+    for name, report in reports:
+        assert report.shared_bytes <= 227 * 1024, f"{name}: {report}"
+        assert report.spill_bytes == 0, f"{name}: {report}"

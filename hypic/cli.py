@@ -1,0 +1,27 @@
+"""The ``hypic`` command: assembles the subcommands of :mod:`hypic.commands`."""
+
+from __future__ import annotations
+
+import typer
+
+from hypic.commands.serve import PASS_FLAGS_ON, serve
+
+app = typer.Typer(
+    name="hypic",
+    help="Position-independent caching for hybrid-attention LLMs, on stock SGLang.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+app.command("serve", context_settings=PASS_FLAGS_ON)(serve)
+
+
+@app.callback()
+def _group() -> None:
+    """Keeps subcommand names in place while there is only one subcommand."""
+
+
+def main() -> None:
+    """Entry point of the ``hypic`` script."""
+    app()

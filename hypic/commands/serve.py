@@ -1,0 +1,175 @@
+"""``hypic serve``: SGLang's own server in this process, with hypic switched on and settings that suit the machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping, Sequence
+from typing import Annotated
+
+import typer
+
+from hypic.config import ConfigError, HypicConfig, from_env, parse_bytes
+from hypic.platform_cpu import CPU_MODE
+
+PASS_FLAGS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": True}
+_PANEL = "Position-independent caching"
+
+
+def serve(
+    args: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODEL [SGLANG FLAGS]", help="Path or name of a model, then any flag of SGLang's server."
+        ),
+    ] = None,
+    seam_window: Annotated[
+        int | None,
+        typer.Option(
+            "--hypic-seam-window",
+            metavar="N",
+            help="Tokens recomputed at the head of each cached segment: more is closer to full recompute. Default 8.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None,
+    min_segment: Annotated[
+        int | None,
+        typer.Option(
+            "--hypic-min-segment",
+            metavar="N",
+            help="Segments of fewer tokens are computed in place, not cached. Default 64.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--hypic-memory",
+            metavar="SIZE",
+            help="Memory for cached segments on each GPU, for example 2GiB. By default chosen from what is free.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None,
+    separator: Annotated[
+        str | None,
+        typer.Option(
+            "--hypic-separator",
+            metavar="TEXT",
+            help="Cut every prompt at this text, for clients of the official HYPIC fork (<<PIC_SEP>>). Off by default.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None,
+    no_start_check: Annotated[
+        bool,
+        typer.Option(
+            "--hypic-no-start-check",
+            help="Serve without first proving on the loaded model that segments can be moved and joined.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = False,
+    off: Annotated[
+        bool,
+        typer.Option("--hypic-off", help="Serve stock SGLang, for comparison.", rich_help_panel=_PANEL),
+    ] = False,
+    sglang_help: Annotated[bool, typer.Option("--sglang-help", help="List SGLang's flags and exit.")] = False,
+) -> None:
+    """Serve MODEL over SGLang's OpenAI-compatible HTTP API, reusing marked segments wherever they stand in a prompt.
+
+    Flags that are not listed here go to SGLang unchanged. Without a GPU (or with --device cpu) it runs on the CPU,
+    in float32, with settings that suit it; what you set yourself is kept. HYPIC_* environment variables set the same
+    things as the --hypic-* flags; the flags win.
+    """
+    argv = ["--help"] if sglang_help else sglang_argv(args or [])
+    try:
+        if not argv:
+            raise ServeError("name a model: hypic serve MODEL")
+        config = merge_config(from_env(os.environ), seam_window, min_segment, memory, separator, no_start_check, off)
+        prepare_environment(config, cpu=wants_cpu(argv, os.environ), environ=os.environ)
+        run_server(argv)
+    except (ConfigError, ServeError) as error:
+        typer.secho(f"hypic serve: {error}", fg="red", err=True)
+        raise typer.Exit(2) from None
+
+
+class ServeError(RuntimeError):
+    """The server cannot start; the text says why and what to do."""
+
+
+def sglang_argv(args: Sequence[str]) -> list[str]:
+    """SGLang's flags: a leading MODEL becomes ``--model-path MODEL``, as ``sglang serve`` has it."""
+    if args and not args[0].startswith("-"):
+        return ["--model-path", *args]
+    return list(args)
+
+
+def merge_config(
+    base: HypicConfig,
+    seam_window: int | None,
+    min_segment: int | None,
+    memory: str | None,
+    separator: str | None,
+    no_start_check: bool,
+    off: bool,
+) -> HypicConfig:
+    """The environment's configuration ``base`` with the flags that were given. Raises ConfigError."""
+    import msgspec
+
+    given = {
+        "seam_window": seam_window,
+        "min_segment": min_segment,
+        "memory": None if memory is None else parse_bytes(memory),
+        "separator": separator,
+        "start_check": False if no_start_check else None,
+    }
+    return msgspec.structs.replace(base, enabled=not off, **{k: v for k, v in given.items() if v is not None})
+
+
+def wants_cpu(argv: Sequence[str], environ: MutableMapping[str, str]) -> bool:
+    """Whether to run on the CPU: as HYPIC_CPU or ``--device`` say, else if torch sees no accelerator."""
+    if CPU_MODE in environ:
+        return environ[CPU_MODE] == "1"
+    flags = [part for arg in argv for part in arg.split("=", 1)]
+    if "--device" in flags[:-1]:
+        return flags[flags.index("--device") + 1] == "cpu"
+    try:
+        import torch
+    except ImportError:
+        raise ServeError(_NO_SGLANG.format(missing="torch")) from None
+    return not torch.accelerator.is_available()
+
+
+def prepare_environment(config: HypicConfig, cpu: bool, environ: MutableMapping[str, str]) -> None:
+    """Set what SGLang's processes inherit: the configuration and, on a CPU, CPU mode with its settings."""
+    environ.update(config.to_env())
+    if cpu:
+        from hypic.platform_cpu.defaults import set_environment
+
+        environ[CPU_MODE] = "1"
+        set_environment(environ)
+
+
+def run_server(argv: list[str]) -> None:
+    """What ``sglang serve`` does for a language model: load plugins, parse, serve until stopped."""
+    try:
+        from sglang.launch_server import run_server as run_sglang
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.server_args import prepare_server_args
+        from sglang.srt.utils import kill_process_tree
+    except ModuleNotFoundError as error:
+        raise ServeError(_NO_SGLANG.format(missing=error.name)) from error
+    from hypic.engine.hook import UnsupportedSGLang
+
+    load_plugins()
+    try:
+        server_args = prepare_server_args(argv)
+    except UnsupportedSGLang as error:
+        raise ServeError(str(error)) from error
+    try:
+        run_sglang(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+_NO_SGLANG = (
+    "module {missing} is missing, so SGLang cannot run here.\n"
+    "  With a GPU: pip install 'hypic[gpu]'. Without one: make setup in a checkout of hypic."
+)

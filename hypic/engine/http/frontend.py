@@ -8,7 +8,7 @@ through, completes the plan (:meth:`Frontend.generate`), and takes the report ou
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, NamedTuple
 
 from hypic.config import HypicConfig
@@ -72,8 +72,13 @@ class Frontend:
 
     async def generate(self, original: Any, manager: Any, obj: Any, request: Any = None) -> AsyncGenerator[Any, None]:
         """Around ``TokenizerManager.generate_request``. Raises BadRequest before anything is sent."""
-        reject_reserved(obj)
-        delivery = self._admit(manager, obj) if isinstance(obj, GenerateReqInput) else Delivery(wanted=False)
+        try:
+            reject_reserved(obj)
+            delivery = self._admit(manager, obj) if isinstance(obj, GenerateReqInput) else Delivery(wanted=False)
+        except BadRequest:
+            with suppress(ValueError):  # SGLang aborts streams that end early by ids that this fills in
+                obj.normalize_batch_and_arguments()
+            raise
         async with aclosing(original(manager, obj, request)) as outputs:
             async for out in outputs:
                 yield delivery.publish(out)

@@ -71,6 +71,7 @@ class Marks:
             self.declined.append("nested")
         elif whole and not any(parts[j].text.strip() for j in texts):
             self.declined.append("empty")
+            whole = False
         elif whole and not (separator and any(separator in parts[j].text for j in texts)):
             self._mark_all(i, parts, texts)
             return

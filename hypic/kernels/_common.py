@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 Impl = Literal["torch", "triton"]
+BLOB_ALIGN = 16
+"""Blob offsets are multiples of this many bytes, so that kernels read them in wide loads."""
+
 IntVector = Sequence[int] | np.ndarray | Tensor
 
 

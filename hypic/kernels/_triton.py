@@ -9,8 +9,6 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-triton: Any
-tl: Any
 try:
     import triton
     import triton.language as tl

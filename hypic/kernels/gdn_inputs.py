@@ -1,40 +1,24 @@
-"""From the projected batch to the inputs of the gated delta rule: causal conv, SiLU, l2norm, gates.
-
-The convolution of a run looks back over the last W-1 inputs of its *stream*: the window its row starts with, then runs
-and the own inputs of artifacts in natural order. Where each of them stands is the same for every layer, so a plan holds
-it as window codes and all tokens of a batch are convolved in parallel.
-"""
+"""From the projected batch to the inputs of the gated delta rule: causal conv, SiLU, l2norm, gates."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from math import gcd
+from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hypic.kernels._common import Impl, IntVector, pick_impl, to_device
+from hypic.kernels._common import Impl, pick_impl
 from hypic.kernels._triton import block, constexpr, jit, require_triton, tl
+from hypic.kernels.gdn_plans import ARTIFACT, POOL, TOKEN, ZERO, InputsPlan, Runs, window_code
+
+__all__ = ["InputsPlan", "gdn_inputs"]
 
 L2_EPS = 1e-6
-BLOB_ALIGN = 16
-"""Blob offsets are multiples of this many bytes, so that kernels read them in wide loads."""
-
-ZERO, TOKEN, POOL, ARTIFACT = range(4)
 _TOKEN, _POOL, _ARTIFACT = constexpr(TOKEN), constexpr(POOL), constexpr(ARTIFACT)
 _L2_EPS = constexpr(L2_EPS)
-
-
-def window_code(kind: int, value: int = 0) -> int:
-    """Where one input of a conv window stands, as one integer.
-
-    ``value`` is the token of the flattened batch (TOKEN), the column of the row's pool window (POOL), or
-    ``blob_offset * (W-1) + column`` (ARTIFACT).
-    """
-    return value << 2 | kind
 
 
 class GdnLayer(NamedTuple):
@@ -117,75 +101,6 @@ def gates_torch(layer: GdnLayer, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 # ---------------------------------------------------------------- whole subsequences
 
 
-@dataclass(frozen=True, kw_only=True)
-class InputsPlan:
-    """Whole subsequences of a batch, built once per batch by :meth:`build`; all int64 on the device.
-
-    Attributes:
-        item_tok: [N] first token of each subsequence in the flattened batch, its skipped tokens included.
-        item_row: [N] 0..N-1. slot: [N] pool slot that holds the window before the subsequence.
-        item_win: [N, W-1] window codes of that window.
-        run_tok: [M] token of the batch behind each output row. run_item: [M] its subsequence.
-        total: M, the sum of (length - skip).
-    """
-
-    item_tok: Tensor
-    item_row: Tensor
-    slot: Tensor
-    item_win: Tensor
-    run_tok: Tensor
-    run_item: Tensor
-    total: int
-
-    @classmethod
-    def build(
-        cls,
-        *,
-        seq_tok: Sequence[int],
-        seq_len: Sequence[int],
-        seq_slot: IntVector,
-        seq_fresh: Sequence[bool],
-        seq_skip: Sequence[int] | None = None,
-        conv_width: int,
-        device: torch.device | str,
-    ) -> InputsPlan:
-        """Plan subsequences of ``seq_len`` tokens that start at token ``seq_tok`` of the batch.
-
-        Args:
-            seq_slot: pool slots; may be a device tensor.
-            seq_fresh: True: a zero window precedes the subsequence, whatever the slot holds.
-            seq_skip: leading tokens (the seam) that feed the convolution but give no output. Default 0.
-            conv_width: W.
-        Raises: ValueError if a skip exceeds its length.
-        """
-        n = len(seq_tok)
-        skip = np.asarray(seq_skip if seq_skip is not None else [0] * n, np.int64)
-        counts = np.asarray(seq_len, np.int64) - skip
-        if (counts < 0).any():
-            raise ValueError(f"seq_skip {skip.tolist()} exceeds seq_len {list(seq_len)}")
-        columns = range(conv_width - 1)
-        windows = [[window_code(ZERO) if fresh else window_code(POOL, c) for c in columns] for fresh in seq_fresh]
-        run_item, run_tok = flatten_runs(np.asarray(seq_tok, np.int64) + skip, counts)
-        on_device = to_device(
-            {
-                "item_tok": seq_tok,
-                "item_row": np.arange(n),
-                "slot": seq_slot,
-                "item_win": np.asarray(windows, np.int64).reshape(n, conv_width - 1),
-                "run_tok": run_tok,
-                "run_item": run_item,
-            },
-            device,
-        )
-        return cls(**on_device, total=len(run_tok))
-
-
-def flatten_runs(first: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Runs of ``counts`` tokens from ``first`` -> (run, token of the batch) of every token, run by run."""
-    run = np.repeat(np.arange(len(counts)), counts)
-    return run, np.repeat(first - (counts.cumsum() - counts), counts) + np.arange(len(run))
-
-
 def gdn_inputs(
     x: Tensor,
     a: Tensor,
@@ -244,25 +159,6 @@ def _gdn_inputs_torch(
 
 
 # ---------------------------------------------------------------- Triton
-
-
-class Runs(Protocol):
-    """The part of a plan that tells where every run token and the window before it stand; int64 tensors."""
-
-    @property
-    def item_tok(self) -> Tensor: ...
-    @property
-    def item_row(self) -> Tensor: ...
-    @property
-    def item_win(self) -> Tensor: ...
-    @property
-    def slot(self) -> Tensor: ...
-    @property
-    def run_tok(self) -> Tensor: ...
-    @property
-    def run_item(self) -> Tensor: ...
-    @property
-    def total(self) -> int: ...
 
 
 def launch_inputs(
@@ -330,6 +226,7 @@ def launch_inputs(
         WITH_Q=q is not None,
         BM=tokens,
         BD=block(max(layer.head_k_dim, layer.head_v_dim)),
+        VECTOR=gcd(16, layer.head_k_dim, layer.head_v_dim),
         num_warps=4,
     )
 
@@ -386,7 +283,9 @@ def _inputs_kernel(
     WITH_Q: tl.constexpr,
     BM: tl.constexpr,
     BD: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
+    """One program: BM run tokens of one head; q and k heads are normalised, value heads also give g and beta."""
     BACK: tl.constexpr = W - 1
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     head = tl.program_id(1)
@@ -394,7 +293,7 @@ def _inputs_kernel(
         head += HK
     is_value = head >= 2 * HK
     dim = tl.where(is_value, DV, DK)
-    first = tl.where(is_value, 2 * HK * DK + (head - 2 * HK) * DV, head * DK)
+    first = tl.multiple_of(tl.where(is_value, 2 * HK * DK + (head - 2 * HK) * DV, head * DK), VECTOR)
     d = tl.arange(0, BD)
     ok_m, ok_d = m < total, d < dim
     ok = ok_m[:, None] & ok_d[None, :]

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hypic.kernels._common import Impl, blob_view, pick_impl, to_device
+from hypic.kernels._common import BLOB_ALIGN, Impl, blob_view, pick_impl, to_device
 from hypic.kernels._triton import Precision, block, jit, require_triton, tl
-from hypic.kernels.gdn_inputs import BLOB_ALIGN, InputsPlan, gdn_inputs
+from hypic.kernels.gdn_inputs import InputsPlan, gdn_inputs
 from hypic.kernels.wy import CHUNK, Chunk
 
 __all__ = ["InputsPlan", "TransitionPlan", "gdn_inputs", "gdn_transition", "transition_scratch"]

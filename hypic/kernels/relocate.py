@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hypic.kernels._common import Impl, IntVector, blob_view, pick_impl, to_device
+from hypic.kernels._common import BLOB_ALIGN, Impl, IntVector, blob_view, pick_impl, to_device
 from hypic.kernels._triton import block, jit, require_triton, tl
-from hypic.kernels.gdn_inputs import BLOB_ALIGN
 
 
 class InteriorLists(NamedTuple):
@@ -191,9 +190,12 @@ def rotate(k: Tensor, shift: int, table: Tensor, rotary_dim: int, is_neox: bool,
 
 
 @lru_cache(maxsize=64)
-def _addresses(pointers: tuple[int, ...], device: torch.device) -> Tensor:
-    """An int64 tensor of addresses on the device, built once: a table equals its key, so it never goes stale."""
-    return torch.tensor(pointers, dtype=torch.int64, device=device)
+def _distances(pointers: tuple[int, ...], item_bytes: int, device: torch.device) -> Tensor:
+    """Elements from the first pointer to each, int64 on the device; built once: it is a function of its key alone.
+
+    Kernels add these to a typed base pointer: unlike an address from memory it is known to be aligned.
+    """
+    return torch.tensor([(p - pointers[0]) // item_bytes for p in pointers], dtype=torch.int64, device=device)
 
 
 def _uniform(name: str, pools: Sequence[Tensor]) -> Tensor:
@@ -224,14 +226,16 @@ def _move_triton(
     table = _uniform("cos_sin", tables) if tables else None
     if table is not None and (table.stride() != (rotary_dim, 1)):
         raise ValueError(f"cos_sin {tuple(table.shape)} must be contiguous with {rotary_dim} columns")
-    tokens, heads = 16, k.shape[1]
+    item, tokens, heads = k.element_size(), 16, k.shape[1]
+    pools = tuple(p.data_ptr() for pair in zip(k_pools, v_pools, strict=True) for p in pair)
+    rotary = list(tables or [k])
+    vector = gcd(BLOB_ALIGN // item, k.shape[2], v.shape[2], k.stride(0), v.stride(0), *(p // item for p in pools))
     _move_kernel[(-(-plan.total // tokens), 2 * len(k_pools), heads)](
         arena,
         k,
-        table if table is not None else k,
-        _addresses(tuple(p.data_ptr() for p in k_pools), arena.device),
-        _addresses(tuple(p.data_ptr() for p in v_pools), arena.device),
-        _addresses(tuple(t.data_ptr() for t in tables or k_pools), arena.device),
+        rotary[0],
+        _distances(pools, item, arena.device),
+        _distances(tuple(t.data_ptr() for t in rotary), rotary[0].element_size(), arena.device),
         plan.blob_kv,
         plan.count,
         plan.shift,
@@ -245,8 +249,8 @@ def _move_triton(
         H=heads,
         DK=k.shape[2],
         DV=v.shape[2],
-        ITEM_BYTES=k.element_size(),
-        VECTOR=gcd(BLOB_ALIGN // k.element_size(), k.shape[2], v.shape[2]),
+        ITEM_BYTES=item,
+        VECTOR=vector,
         RELOCATE=table is not None,
         ROTARY=rotary_dim,
         NEOX=is_neox,
@@ -259,10 +263,9 @@ def _move_triton(
 @jit
 def _move_kernel(
     arena,
-    pool_type,
-    table_type,
-    k_pools,
-    v_pools,
+    first_pool,
+    first_table,
+    pools,
     tables,
     blob_kv,
     counts,
@@ -298,11 +301,12 @@ def _move_kernel(
         layer * H * (DK + DV) + tl.where(is_v, H * DK, 0)
     )
     block_at = tl.multiple_of(block_at + local * H * dim + head * dim, VECTOR)
-    element: tl.constexpr = pool_type.dtype.element_ty
+    element: tl.constexpr = first_pool.dtype.element_ty
     in_blob = arena.to(tl.pointer_type(element)) + block_at[:, None]
-    pool = tl.load(tl.where(is_v, v_pools, k_pools) + layer).to(tl.pointer_type(element))
     slot = tl.load(slots + m, mask=ok_m, other=0)
-    in_pool = pool + slot[:, None] * tl.where(is_v, v_stride, k_stride) + head * dim + d[None, :]
+    pool = tl.load(pools + tl.program_id(1))
+    slot_at = tl.multiple_of(pool + slot * tl.where(is_v, v_stride, k_stride) + head * dim, VECTOR)
+    in_pool = first_pool + slot_at[:, None] + d[None, :]
 
     if RELOCATE:
         values = tl.load(in_blob + d[None, :], mask=ok, other=0.0)
@@ -316,8 +320,7 @@ def _move_kernel(
                 partner, frequency = d ^ 1, d // 2
             shift = tl.load(shifts + seg, mask=ok_m, other=0)
             rotates = ok & (d < ROTARY)[None, :] & (shift != 0)[:, None]
-            table = tl.load(tables + layer).to(tl.pointer_type(table_type.dtype.element_ty))
-            angle = table + tl.abs(shift)[:, None] * ROTARY + frequency[None, :]
+            angle = first_table + tl.load(tables + layer) + tl.abs(shift)[:, None] * ROTARY + frequency[None, :]
             cos = tl.load(angle, mask=rotates, other=0.0).to(tl.float32) * inv_scale
             sin = tl.load(angle + half, mask=rotates, other=0.0).to(tl.float32) * inv_scale
             sin = tl.where(is_first[None, :] == (shift > 0)[:, None], -sin, sin)

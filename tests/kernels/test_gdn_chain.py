@@ -67,6 +67,20 @@ def test_rows_of_seams_and_artifacts(heads: Heads, target: Target) -> None:
     check(case, target, [[ChainItem(0, 8, art, 1), ChainItem(9, 8, 0, 0), ChainItem(17, 1, art, 1)]], [1], [False])
 
 
+def test_the_side_of_T_matters(target: Target) -> None:
+    """The data of these tests is not easy: with T on the wrong side (its transpose) the result is far off."""
+    case = Case(Heads(), tokens=26, device=target.device)
+    rows, slot, fresh = rag(case)
+    for s in slot:
+        case.fill_slot(s)
+    _, _, ssm_truth = case.chain_truth(rows, slot, fresh)
+    for blob in range(case.blobs):
+        case.t_view(blob).copy_(case.t_view(blob).mT.clone())
+    out = torch.empty(case.tokens, case.heads.hv, case.heads.dv, device=case.device)
+    gdn_chain(case.x, case.a, case.b, plan=case.chain_plan(rows, slot, fresh), **case.chain_args(out), **target.dots)
+    assert ((case.ssm_pool.cpu() - ssm_truth).abs().amax((1, 2, 3))[slot] > 0.1).all()
+
+
 def test_pools_in_bf16_are_rounded_once(target: Target) -> None:
     case = Case(Heads(), tokens=26, pool_dtype=torch.bfloat16, device=target.device)
     check(case, target, *rag(case), tol=1e-2)

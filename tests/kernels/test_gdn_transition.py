@@ -116,7 +116,18 @@ def test_one_subsequence(length: int, forgetful: bool, target: Target) -> None:
     assert_only_written(case, [1])
 
 
-@pytest.mark.parametrize("heads", [Heads(1, 1, 5, 3), Heads(2, 2, 24, 16), Heads(1, 3, 16, 40)], ids=str)
+def test_repeated_tokens_stay_accurate(target: Target) -> None:
+    """All keys alike, no decay, beta near 1: where a product of powers of the triangular matrix would blow up."""
+    case, n = Case(Heads(), tokens=0, device=target.device), 100
+    k, v, g, beta = random_inputs(case, n)
+    inputs = (k[:1].expand_as(k).contiguous(), v, torch.zeros_like(g), torch.full_like(beta, 0.98))
+    run(case, target, inputs, [0, n], [1], [True])
+    t, s = truth(case, inputs, slice(0, n))
+    assert_close(case.t_view(1), t, 2e-5)
+    assert_close(case.s_view(1), s, 2e-5)
+
+
+@pytest.mark.parametrize("heads", [Heads(1, 1, 5, 3), Heads(2, 2, 24, 16), Heads(1, 2, 70, 90)], ids=str)
 def test_many_subsequences(heads: Heads, target: Target) -> None:
     case = Case(heads, tokens=0, device=target.device)
     cu, blobs = [0, 9, 9, 74, 140], [2, 0, 3, 1]

@@ -13,8 +13,9 @@ import msgspec
 Outcome = Literal["hit_device", "hit_radix", "compiled", "waited", "too_short", "declined"]
 """What became of a segment.
 
-hit_device: its artifact was in device memory. hit_radix: the radix tree held it (an earlier turn). compiled: it was compiled for this request. waited: another request was
-already compiling it. too_short: below the minimum, so it was computed like plain text. declined: see ``reason``.
+hit_device: its artifact was in device memory. hit_radix: the radix tree held it (an earlier turn). compiled: it was
+compiled for this request. waited: another request was already compiling it. too_short: below the minimum, so it was
+computed like plain text. declined: see ``reason``.
 """
 
 

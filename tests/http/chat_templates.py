@@ -17,7 +17,8 @@ TEMPLATES = {
     "json": """{%- for m in messages %}{{ {'role': m.role, 'text': m.content} | tojson }}{% endfor %}""",
     "twice": """{%- for m in messages %}{{ m.content + ' Again: ' + m.content }}{% endfor %}""",
     "upper": """{%- for m in messages %}{{ m.content | upper }}{% endfor %}""",
-    "drops_system": """{%- for m in messages if m.role != 'system' %}{{ '[' + m.role + ']' + m.content }}{% endfor %}""",
+    "drops_system": """\
+{%- for m in messages if m.role != 'system' %}{{ '[' + m.role + ']' + m.content }}{% endfor %}""",
     # Looks at the text itself, as reasoning models' templates do.
     "looks": """\
 {%- for m in messages %}{% set c = m.content %}

@@ -7,6 +7,7 @@ payload that SGLang's output streamer would send.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from hypic.engine.http import hooks, prepare
 from hypic.report import Report, SpanReport
 from hypic.segment import RequestSpans, span_id
 
+sys.path.insert(0, str(Path(__file__).parent))  # chat_templates
 load_plugins()  # the CPU platform
 prepare()  # before any test imports the HTTP server
 

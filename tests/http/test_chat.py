@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from chat_templates import TEMPLATES
@@ -319,7 +319,7 @@ def test_same_document_twice(chat: Callable[..., Chat]) -> None:
 class TestSeparator:
     """``A|B|Q`` in message content."""
 
-    OPTIONS = {"hypic": {"separator": "|"}}
+    OPTIONS: ClassVar = {"hypic": {"separator": "|"}}
 
     @pytest.mark.parametrize(
         ("content", "expected"),
@@ -366,13 +366,13 @@ class TestSeparator:
     def test_in_images(self, tiny_model: Callable[[str], Path], tokenizer: Any) -> None:
         c = Chat(tiny_model("qwen35"), tokenizer, "parts")
         image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
-        adapted, segments, declined = c.convert([user(image, part("A|Q"))], **self.OPTIONS)
+        adapted, _, declined = c.convert([user(image, part("A|Q"))], **self.OPTIONS)
         assert declined == ["multimodal"] and "AQ" in c.text(adapted)
 
 
 def test_token_ids(chat: Callable[..., Chat]) -> None:
     c = chat("parts")
-    adapted, segments, declined = c.convert(RAG, input_ids=list(range(100, 120)), hypic={"segments": [[9, 12], [2, 5]]})
+    adapted, _, declined = c.convert(RAG, input_ids=list(range(100, 120)), hypic={"segments": [[9, 12], [2, 5]]})
     assert adapted.handover.tokens[0] == ((2, 5), (9, 12)) and declined == ["token_ids"] * 2
     assert adapted.input_ids == list(range(100, 120))
 

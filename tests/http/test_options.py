@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hypic.engine.http.options import BadRequest, Options
@@ -55,6 +55,7 @@ def test_bad_segments(segments: Any, says: str) -> None:
         Options.parse({"segments": segments}).bounds([10], batch=False)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 50), unique=True).map(sorted), st.randoms(use_true_random=False))
 def test_any_order_is_sorted(cuts: list[int], rng: Any) -> None:
     wanted = list(zip(cuts[::2], cuts[1::2], strict=False))

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -54,6 +54,7 @@ def test_split_with_a_segment_at_the_end() -> None:
     assert split_at("A|B", "|", last_is_segment=True) == [("A", True), ("B", True)]
 
 
+@settings(deadline=None)
 @given(st.lists(texts, max_size=6))
 def test_separator_never_stays(parts: list[str]) -> None:
     text = SEPARATOR.join(parts)
@@ -62,6 +63,7 @@ def test_separator_never_stays(parts: list[str]) -> None:
     assert all(p.text and SEPARATOR not in p.text for p in cut)
 
 
+@settings(deadline=None)
 @given(pieces)
 def test_cut_never_changes_a_segments_ids(tokenizer: Any, cut: list[Piece]) -> None:
     """Every piece has in the prompt the ids it has alone, and the prompt still says what it said."""
@@ -77,6 +79,7 @@ def test_merges_do_cross_cuts_of_a_whole_text(tokenizer: Any) -> None:
     assert tokenizer.encode("the") != tokenizer.encode("t") + tokenizer.encode("he")
 
 
+@settings(deadline=None)
 @given(pieces)
 def test_bos_once(bos_tokenizer: Any, cut: list[Piece]) -> None:
     """A BOS of the tokenizer stands once, before the first piece, and is part of no segment."""
@@ -130,6 +133,7 @@ spans = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(spans)
 def test_wire_round_trip(plan: RequestSpans) -> None:
     """Through SGLang's msgpack IPC, which takes only flat values, and beside keys of others."""

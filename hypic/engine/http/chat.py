@@ -19,7 +19,7 @@ from hypic.segment import Declined, Piece, SegmentTokenizer, Tokens
 logger = logging.getLogger(__name__)
 
 Convert = Callable[..., tuple[Any, Any]]
-"""``OpenAIServingChat._convert_to_internal_request``: (handler, request, raw_request) -> (GenerateReqInput, request)."""
+"""``OpenAIServingChat._convert_to_internal_request``: (handler, request, raw) -> (GenerateReqInput, request)."""
 
 # Encoders that hand text to ``tokenizer.encode``; None is the chat template. Others make ids in their own way.
 _TEXT_ENCODINGS = (None, "dsv32", "dsv4")
@@ -67,7 +67,7 @@ def convert(
     try:
         adapted, processed, plain = _render(original, handler, request, raw_request)
         found = _find(original, handler, pristine, raw_request, marks, [e.text for e in plain])
-    except Exception as e:  # noqa: BLE001  a template may raise anything; SGLang's own path then raises it, or serves
+    except Exception as e:  # a template may raise anything; SGLang's own path then raises it, or serves
         logger.debug("hypic: chat template could not be followed: %r", e)
         return _native(original, handler, pristine, raw_request, marks, "template")
     if not found:

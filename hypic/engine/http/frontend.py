@@ -30,7 +30,7 @@ class _Prompt(NamedTuple):
 
 
 class Frontend:
-    """Hooks on SGLang's HTTP process, with the state they share: the configuration and one tokenizer with its memory."""
+    """Hooks on SGLang's HTTP process, with what they share: the configuration and a tokenizer that remembers."""
 
     def __init__(self, config: HypicConfig) -> None:
         self._config = config

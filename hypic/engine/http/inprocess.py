@@ -1,4 +1,7 @@
-"""Requests to an in-process ``sglang.Engine``, which has no argument for our options. For tests and the self-check."""
+"""Requests to an in-process ``sglang.Engine``, which has no argument for our options. For tests and the self-check.
+
+All functions take the arguments of :func:`build`.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,34 @@ from typing import Any
 
 
 def generate(engine: Any, **request: Any) -> Any:
-    """One request, to its end; arguments and errors as :func:`agenerate`. Not from within a running event loop."""
+    """One request, to its end. Returns and raises as :func:`agenerate`. Not from within a running event loop."""
     return engine.loop.run_until_complete(agenerate(engine, **request))
 
 
-async def agenerate(
+async def agenerate(engine: Any, **request: Any) -> Any:
+    """One request, to its end, on ``engine.loop``.
+
+    Returns:
+        What ``Engine.generate`` returns: a dict, or a list of them for a batch or ``n`` > 1. The report, if asked for,
+        is ``result["meta_info"]["hypic"]``.
+
+    Raises:
+        ValueError: what the HTTP server answers with status 400.
+    """
+    return await engine.tokenizer_manager.generate_request(build(engine, **request), None).__anext__()
+
+
+async def stream(engine: Any, **request: Any) -> AsyncIterator[dict[str, Any]]:
+    """As :func:`agenerate`, but yields SGLang's chunks as they come."""
+    async for chunk in engine.tokenizer_manager.generate_request(build(engine, **request, stream=True), None):
+        yield chunk
+
+
+def build(
     engine: Any,
     *,
     input_ids: Sequence[Any] | None = None,
-    text: str | Sequence[str] | None = None,
+    text: str | list[str] | None = None,
     messages: Sequence[dict[str, Any]] | None = None,
     segments: Sequence[Any] | None = None,
     separator: str | None = None,
@@ -24,7 +46,7 @@ async def agenerate(
     chat: dict[str, Any] | None = None,
     **fields: Any,
 ) -> Any:
-    """One request, to its end, on ``engine.loop``.
+    """A GenerateReqInput.
 
     Args:
         engine: a running ``sglang.Engine`` with the plugin enabled.
@@ -32,50 +54,17 @@ async def agenerate(
         segments: ``[[start, end], ...]`` in ``input_ids``.
         separator: cut ``text`` or the content of ``messages`` here.
         sampling_params: as SGLang has them; for ``messages`` they go on top of what the chat request says.
-        report: ask for the report, which is then ``result["meta_info"]["hypic"]``.
+        report: ask for the report.
         chat: further fields of a chat request (``tools``, ``chat_template_kwargs``, ``cache_salt``, ...).
-        fields: further fields of SGLang's GenerateReqInput (``return_logprob``, ``rid``, ``extra_key``, ...).
-
-    Returns:
-        What ``Engine.generate`` returns: a dict, or a list of them for a batch or ``n`` > 1.
-
-    Raises:
-        ValueError: as the HTTP server answers with status 400.
+        fields: further fields of GenerateReqInput (``return_logprob``, ``rid``, ``extra_key``, ...).
     """
-    obj = _request(engine, input_ids, text, messages, segments, separator, sampling_params, report, chat, fields)
-    return await engine.tokenizer_manager.generate_request(obj, None).__anext__()
-
-
-async def stream(engine: Any, **request: Any) -> AsyncIterator[dict[str, Any]]:
-    """As :func:`agenerate`, but yields SGLang's chunks as they come."""
-    names = ("input_ids", "text", "messages", "segments", "separator", "sampling_params")
-    known = [request.pop(name, None) for name in names]
-    report, chat = request.pop("report", True), request.pop("chat", None)
-    obj = _request(engine, *known, report, chat, {**request, "stream": True})
-    async for chunk in engine.tokenizer_manager.generate_request(obj, None):
-        yield chunk
-
-
-def _request(
-    engine: Any,
-    input_ids: Any,
-    text: Any,
-    messages: Any,
-    segments: Any,
-    separator: str | None,
-    sampling_params: dict[str, Any] | None,
-    report: bool,
-    chat: dict[str, Any] | None,
-    fields: dict[str, Any],
-) -> Any:
     given = {"separator": separator, "segments": _lists(segments), "report": report}
     options = {k: v for k, v in given.items() if v is not None}
     if messages is None:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        return GenerateReqInput(
-            input_ids=_lists(input_ids), text=text, sampling_params=dict(sampling_params or {}), hypic=options, **fields
-        )
+        prompt = {"input_ids": _lists(input_ids), "text": text}
+        return GenerateReqInput(**prompt, sampling_params=dict(sampling_params or {}), hypic=options, **fields)
     from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
     from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 
@@ -89,9 +78,7 @@ def _request(
 
 
 def _lists(values: Any) -> Any:
-    """Tuples and arrays, at any depth, as the lists that a JSON body would hold."""
-    if values is None or isinstance(values, (str, bool)):
-        return values
+    """Tuples, ranges and arrays, at any depth, as the lists that a JSON body would hold."""
     if hasattr(values, "tolist"):
         return values.tolist()
-    return [_lists(v) for v in values] if isinstance(values, (list, tuple)) else values
+    return [_lists(v) for v in values] if isinstance(values, Sequence) and not isinstance(values, str) else values

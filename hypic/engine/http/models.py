@@ -126,7 +126,7 @@ class Handover:
 
 
 @dataclasses.dataclass
-class GenerateReqInput(io_struct.GenerateReqInput):  # type: ignore[misc]
+class GenerateReqInput(io_struct.GenerateReqInput):
     """SGLang's request with the client's ``hypic`` object.
 
     Attributes:

@@ -67,8 +67,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             return [_bounds(self.segments, prompts[0], "hypic.segments")]
         if len(self.segments) != len(prompts) or not all(s is None or _is_list_of_lists(s) for s in self.segments):
             raise BadRequest(
-                f"hypic.segments: for a batch of {len(prompts)} prompts send {len(prompts)} lists of [start, end] pairs, "
-                f"one for each prompt (null or [] where it has none), got {_show(self.segments)}"
+                f"hypic.segments: for a batch of {len(prompts)} prompts send {len(prompts)} lists of [start, end] "
+                f"pairs, one for each prompt (null or [] where it has none), got {_show(self.segments)}"
             )
         return [
             _bounds(s or [], n, f"hypic.segments[{i}]")

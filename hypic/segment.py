@@ -225,7 +225,10 @@ class SegmentTokenizer:
         self._ids: OrderedDict[bytes, array[int]] = OrderedDict()
         self._specials: dict[frozenset[tuple[str, Any]], tuple[list[int], list[int]]] = {}
         # As SGLang does: only pass the argument where it matters, it is slow or unknown to some tokenizers.
-        adds = len(tokenizer.encode("")) > 0
+        try:
+            adds = len(tokenizer.encode("")) > 0
+        except Exception:  # some tokenizers refuse the empty text
+            adds = True
         self._bare: dict[str, Any] = {"add_special_tokens": False} if adds else {}
 
     def tokenize(self, pieces: Sequence[Piece], encode_kwargs: Mapping[str, Any] | None = None) -> Tokens:

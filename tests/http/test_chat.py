@@ -422,3 +422,14 @@ def test_never_another_prompt(chat: Callable[..., Chat], template: str, drawn: l
         left = [text for _, text, marked in drawn if marked]
         for segment in segments:
             assert segment.strip() in [t.strip() for t in left]
+
+
+def test_text_that_no_tokenizer_takes(chat: Callable[..., Chat]) -> None:
+    """A lone surrogate, as JSON can hold one: SGLang's own error."""
+    for template in ("parts", "chatml"):
+        c, messages = chat(template), [user(part("a\ud800b", **SEGMENT), part("Q"))]
+        with pytest.raises((ValueError, TypeError)) as stock:
+            c.stock(messages)
+        with pytest.raises(type(stock.value)) as ours:
+            c.convert(messages)
+        assert str(ours.value) == str(stock.value)

@@ -354,3 +354,32 @@ def test_inprocess(server: Any, sent: list[Any]) -> None:
         return await one, chunks[-1]
 
     assert all(o["meta_info"]["hypic"] for o in server.run(together()))
+
+
+def test_ordinary_requests_are_untouched(server: Any, sent: list[Any]) -> None:
+    """The same bytes go to the scheduler and the same answer comes back as from SGLang's own function."""
+    import inspect
+
+    import msgspec
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    manager = server.engine.tokenizer_manager
+    stock = inspect.unwrap(type(manager).generate_request)
+    timing = {"time_stats", "received_time"}
+    noise = {"id", "e2e_latency", "response_sent_to_client_ts"}
+
+    def drive(function: Any, **prompt: Any) -> Any:
+        sent.clear()
+        obj = GenerateReqInput(**prompt, sampling_params=dict(NATIVE), rid="same", return_logprob=True)
+        out = server.run(function(manager, obj, None).__anext__())
+        one = sent[-1][0]
+        wire = {f: getattr(one, f) for f in one.__struct_fields__ if f not in timing}
+        wire["sampling_params"] = msgspec.structs.asdict(one.sampling_params)
+        return wire, {**out, "meta_info": {k: v for k, v in out["meta_info"].items() if k not in noise}}
+
+    server.run(server.http.post("/flush_cache"))
+    for prompt in ({"text": "Nothing | marked <<PIC_SEP>> here"}, {"input_ids": list(range(100, 120))}):
+        first = drive(stock, **prompt)
+        server.run(server.http.post("/flush_cache"))
+        assert drive(type(manager).generate_request, **prompt) == first
+        server.run(server.http.post("/flush_cache"))

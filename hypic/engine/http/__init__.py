@@ -19,7 +19,7 @@ def prepare() -> None:
     """Extend SGLang's request models; before ``http_server`` is imported. Safe to call again.
 
     Raises:
-        IncompatibleSGLang: too late, or the installed SGLang or pydantic is not as expected.
+        UnsupportedSGLang: too late, or the installed SGLang or pydantic is not as expected.
     """
     from hypic.engine.http.models import extend_openai_models
 

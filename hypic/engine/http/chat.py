@@ -66,13 +66,14 @@ def convert(
     pristine = request.model_copy(deep=True)  # SGLang changes requests while it converts them
     try:
         adapted, processed, plain = _render(original, handler, request, raw_request)
-        found = _find(original, handler, pristine, raw_request, marks, [e.text for e in plain])
-    except Exception as e:  # a template may raise anything; SGLang's own path then raises it, or serves
+        texts = [e.text for e in plain]
+        found = _find(original, handler, pristine, raw_request, marks, texts)
+        tokens = tokenizer.tokenize(_cut(texts, found), plain[0].kwargs) if found else None
+    except Exception as e:  # templates and tokenizers may raise anything; SGLang's own path then raises it, or serves
         logger.debug("hypic: chat template could not be followed: %r", e)
         return _native(original, handler, pristine, raw_request, marks, "template")
-    if not found:
+    if tokens is None:
         return _native(original, handler, pristine, raw_request, marks, "template")
-    tokens = tokenizer.tokenize(_cut([e.text for e in plain], found), plain[0].kwargs)
     adapted.text, adapted.input_ids = None, tokens.ids
     missing = marks.count - len(found)
     return Chat(adapted, processed, tokens, _declined([*marks.declined, *["template"] * missing]))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from hypic.config import HypicConfig
 from hypic.engine.http import chat
 from hypic.engine.http.deliver import Delivery
-from hypic.engine.http.intake import attach, choices, late_refusal, refusal, reject_reserved
+from hypic.engine.http.intake import attach, choices, item, late_refusal, refusal, reject_reserved
 from hypic.engine.http.marks import Marks
 from hypic.engine.http.models import GenerateReqInput, Handover
 from hypic.engine.http.options import BadRequest, Options
@@ -57,14 +57,14 @@ class Frontend:
             done = chat.convert(original, handler, request, raw_request, marks, tokenizer)
             adapted, processed = done.adapted, done.processed
             tokens = done.tokens.cached if done.tokens else (), done.declined
-        adapted.handover = Handover(options, _salt(request), tokens)
+        adapted.handover = Handover(options, request.cache_salt, tokens)
         return adapted, processed
 
     def convert_completion(self, original: Any, handler: Any, request: Any, raw_request: Any = None) -> tuple[Any, Any]:
         """Around ``OpenAIServingCompletion._convert_to_internal_request``. Raises BadRequest."""
         options = Options.parse(request.hypic)
         adapted, processed = original(handler, request, raw_request)
-        adapted.handover = Handover(options, _salt(request))
+        adapted.handover = Handover(options, request.cache_salt)
         separator = self._separator(options)
         if separator and processed.echo:  # the prompt that is echoed, adapted.text is still to be cut
             processed.prompt = _without(processed.prompt, separator)
@@ -85,14 +85,14 @@ class Frontend:
 
     def _admit(self, manager: Any, obj: GenerateReqInput) -> Delivery:
         """Plan the request where anything is to be planned, and write the plans into its sampling parameters."""
-        handover = obj.handover or Handover(Options.parse(obj.hypic), obj.extra_key or "")
+        handover = obj.handover or Handover(Options.parse(obj.hypic), obj.extra_key)
         options = handover.options
         reason = refusal(manager, obj)
         prompts = self._prompts(manager, obj, handover, reason)
         plans = []
         for i, (tokens, cached, declined) in enumerate(prompts):
-            salt = handover.salt if isinstance(handover.salt, str) else handover.salt[i]
-            plan = RequestSpans(cached=cached, declined=declined, salt=salt or "", report=options.report)
+            salt = item(handover.salt, i) or ""
+            plan = RequestSpans(cached=cached, declined=declined, salt=salt, report=options.report)
             if why := reason or late_refusal(manager, obj, i, plan, tokens):
                 plan = plan.declining_all(why)
             plans.append(plan if plan.cached or plan.declined or plan.report else None)
@@ -150,10 +150,6 @@ class Frontend:
 def _embedded(embeds: Any) -> int:
     """Number of prompts in ``input_embeds``, [tokens, width] or a list of such."""
     return len(embeds) if embeds and embeds[0] and isinstance(embeds[0][0], list) else 1
-
-
-def _salt(request: Any) -> Any:
-    return request.cache_salt or ""
 
 
 def _without(prompt: Any, separator: str) -> Any:

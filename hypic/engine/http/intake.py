@@ -49,8 +49,8 @@ def late_refusal(manager: Any, obj: Any, i: int, plan: RequestSpans, tokens: int
     """Why no segment of prompt ``i``, ``tokens`` long, can be cached at the place it has, or None."""
     if not plan.cached:
         return None
-    start = _item(obj.logprob_start_len, i)
-    if _item(obj.return_logprob, i) and start is not None and 0 <= start < plan.cached[-1].end:
+    start = item(obj.logprob_start_len, i)
+    if item(obj.return_logprob, i) and start is not None and 0 <= start < plan.cached[-1].end:
         return "input_logprobs"
     if manager.allow_auto_truncate and tokens + manager.num_reserved_tokens >= manager.context_len:
         return "truncated"
@@ -59,7 +59,7 @@ def late_refusal(manager: Any, obj: Any, i: int, plan: RequestSpans, tokens: int
 
 def choices(obj: Any, prompts: int) -> int:
     """Outputs that the request will have: one for each prompt and parallel sample."""
-    params = _item(obj.sampling_params, 0)
+    params = item(obj.sampling_params, 0)
     n = params.get("n", 1) if isinstance(params, dict) else 1
     return prompts * n if isinstance(n, int) else prompts
 
@@ -93,7 +93,8 @@ def _with_plan(params: Any, plan: RequestSpans | None) -> dict[str, Any]:
     return params
 
 
-def _item(value: Any, i: int) -> Any:
+def item(value: Any, i: int) -> Any:
+    """The value of prompt ``i``, where a request holds one for all or a list; None past its end (SGLang's error)."""
     if not isinstance(value, list):
         return value
     return value[i] if i < len(value) else None

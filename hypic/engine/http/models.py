@@ -18,6 +18,8 @@ from pydantic.fields import FieldInfo
 from sglang.srt.entrypoints.openai import protocol
 from sglang.srt.managers import io_struct
 
+from hypic.engine.hook import SUPPORTED_SGLANG, UnsupportedSGLang
+
 if TYPE_CHECKING:
     from hypic.engine.http.deliver import Delivery
     from hypic.engine.http.options import Options
@@ -47,27 +49,25 @@ _REPORT_HOLDERS = (
 )
 
 
-class IncompatibleSGLang(RuntimeError):
-    """SGLang's models could not be extended; the text says why and what to do."""
-
-
 def extend_openai_models() -> None:
     """Add ``cache_control``, ``hypic`` and ``sglext.hypic`` to SGLang's OpenAI models. Safe to call again.
 
     Raises:
-        IncompatibleSGLang: the HTTP server's routes exist already, a model is missing, or a field does not survive.
+        UnsupportedSGLang: the HTTP server's routes exist already, a model is missing, or a field does not survive.
     """
     if _survives():
         return
     if HTTP_SERVER in sys.modules:
-        raise IncompatibleSGLang(
+        raise UnsupportedSGLang(
             f"{HTTP_SERVER} was imported before hypic was activated, so its routes would drop our request fields: "
             "start the server with `hypic serve`, `sglang serve` or `python -m sglang.launch_server`, or call "
             "sglang.srt.plugins.load_plugins() before importing it"
         )
     missing = [n for n in (*_CACHE_CONTROL, *_OPTIONS, *_REPORT, *_REPORT_HOLDERS) if not hasattr(protocol, n)]
     if missing:
-        raise IncompatibleSGLang(f"{protocol.__name__} has no {', '.join(missing)}: hypic supports SGLang 0.5.17")
+        raise UnsupportedSGLang(
+            f"{protocol.__name__} has no {', '.join(missing)}: hypic supports SGLang {SUPPORTED_SGLANG}"
+        )
     for name in _CACHE_CONTROL:
         _add_field(name, "cache_control", exclude=True)
     for name in _OPTIONS:
@@ -77,7 +77,7 @@ def extend_openai_models() -> None:
     for name in _REPORT_HOLDERS:
         getattr(protocol, name).model_rebuild(force=True)
     if not _survives():
-        raise IncompatibleSGLang("the installed pydantic does not let us extend SGLang's request models")
+        raise UnsupportedSGLang("the installed pydantic does not let us extend SGLang's request models")
 
 
 def _add_field(model: str, field: str, exclude: bool) -> None:
@@ -116,12 +116,12 @@ class Handover:
 
     Attributes:
         options: the request's ``hypic`` object.
-        salt: its ``cache_salt``.
+        salt: its ``cache_salt`` (``extra_key`` of /generate, which knows no other), one for each prompt if a list.
         tokens: segments found and declined by the chat handler; None where the prompt is still to be cut.
     """
 
     options: Options
-    salt: str
+    salt: str | list[str] | None
     tokens: tuple[tuple[Bounds, ...], tuple[Declined, ...]] | None = None
 
 

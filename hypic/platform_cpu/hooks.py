@@ -189,6 +189,13 @@ _HOOKS: tuple[Hook, ...] = (
         "its CPU branch knows only deepseek_yarn",
     ),
     Hook(
+        "sglang.srt.utils.numa_utils.init_threads_binding",
+        "replace",
+        lambda *, tp_rank, tp_size: None,
+        "picks cores for compiled CPU kernels that are not there; refuses more ranks than NUMA nodes",
+        ("tp_rank", "tp_size"),
+    ),
+    Hook(
         "torch.Tensor.pin_memory",
         "replace",
         lambda self, *args: self,

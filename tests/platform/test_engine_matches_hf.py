@@ -15,6 +15,7 @@ NEW_TOKENS = 12
 GREEDY = {"max_new_tokens": NEW_TOKENS, "temperature": 0.0, "ignore_eos": True}
 NO_OVERLAP = {"disable_overlap_schedule": True}
 PAGED = {"page_size": 16}
+TWO_RANKS = {"tp_size": 2}
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -42,6 +43,7 @@ def hf_greedy(path: Path, prompts: list[list[int]]) -> list[list[int]]:
     [
         ("qwen3next", {}),
         ("qwen3next", NO_OVERLAP),
+        ("qwen3next", TWO_RANKS),
         ("qwen35", {}),
         ("qwen35moe", PAGED),
         ("qwen35_dk", {}),
@@ -64,6 +66,18 @@ def test_greedy_equals_transformers(
     batch = engine.generate(input_ids=prompts, sampling_params=GREEDY)
     assert [one["output_ids"] for one in batch] == expected
     assert batch[-1]["meta_info"]["cached_tokens"] > 0
+
+
+def test_interpreted_triton_attention_equals_transformers(
+    tiny_model: Callable[[str], Path], engine_for: Callable[..., Any]
+) -> None:
+    """SGLang's Triton attention backend on 16-token pages, its kernels run by Triton's interpreter."""
+    prompts = [prompt(length) for length in (5, 70)]
+    expected = hf_greedy(tiny_model("qwen3next"), prompts)
+    interpreted = {"attention_backend": "triton", "env": {"TRITON_INTERPRET": "1"}, "spawn": True}
+    engine = engine_for("qwen3next", chunked_prefill_size=64, max_total_tokens=2048, **PAGED, **interpreted)
+    batch = engine.generate(input_ids=prompts, sampling_params=GREEDY | {"max_new_tokens": 4})
+    assert [one["output_ids"] for one in batch] == [ids[:4] for ids in expected]
 
 
 def test_prefill_speed(engine_for: Callable[..., Any]) -> None:

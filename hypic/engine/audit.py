@@ -33,8 +33,7 @@ def audit(scheduler: Any) -> None:
     assert manager.store.locked() == 0, f"{manager.store.locked()} artifact locks are held"
     manager.store.check_integrity()
     tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
-    values = getattr(tree, "all_values_flatten", None)
-    held = values().cpu().long() if values is not None and not getattr(tree, "disable", False) else torch.empty(0, dtype=torch.long)
+    held = _radix_slots(tree)
     page = allocator.page_size
     pages = torch.cat([allocator.free_pages, allocator.release_pages]).cpu().long()
     _exact("KV pages", pages, torch.unique(held // page) if page > 1 else held, 1, allocator.size // page)
@@ -51,6 +50,15 @@ def audit(scheduler: Any) -> None:
             total = size()
             total = total[0] if isinstance(total, tuple) else total
             assert total == 0, f"{total} tokens or states are locked in the radix tree ({name})"
+
+
+def _radix_slots(tree: Any) -> torch.Tensor:
+    """KV slots that the radix tree holds (none where there is no radix tree)."""
+    root = getattr(tree, "root_node", None)
+    # RadixCache (attention-only models) cannot flatten an empty tree.
+    if getattr(tree, "disable", False) or (root is not None and not root.children):
+        return torch.empty(0, dtype=torch.long)
+    return tree.all_values_flatten().cpu().long() if hasattr(tree, "all_values_flatten") else torch.empty(0, dtype=torch.long)
 
 
 def _exact(what: str, free: torch.Tensor, held: torch.Tensor, first: int, count: int) -> None:

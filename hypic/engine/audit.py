@@ -81,5 +81,5 @@ def dump_artifacts(scheduler: Any, path: str) -> None:
     for artifact in store.ready():
         n = max(len(artifact.tokens) - manager.config.seam_window, 0)
         payload = store.arena.buffer[artifact.base : artifact.base + layout.payload_bytes(n)]
-        out[span_id(artifact.tokens)] = {k: v.cpu().float() for k, v in layout.parts(payload, n).items()}
+        out[span_id(artifact.tokens)] = {k: v.to("cpu", torch.float32, copy=True) for k, v in layout.parts(payload, n).items()}
     torch.save(out, path)

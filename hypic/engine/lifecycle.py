@@ -126,8 +126,6 @@ def spawn_compile(scheduler: Any, tokens: array, rid: str, parent: Any) -> Any:
         "",
         tokens,
         params,
-        # Not None: SGLang 0.5.17 cannot take a batch in which only some requests have it.
-        token_ids_logprob=[],
         lora_id=parent.lora_id,
         eos_token_ids=scheduler.model_config.hf_eos_token_id,
         vocab_size=scheduler.model_config.vocab_size,

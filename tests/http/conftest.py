@@ -17,8 +17,9 @@ import pytest
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from hypic.config import HypicConfig
+from hypic.config import HypicConfig, from_env
 from hypic.engine.http import hooks, prepare
+from hypic.engine.http.frontend import Frontend
 from hypic.report import Report, SpanReport
 from hypic.segment import RequestSpans, span_id
 
@@ -57,27 +58,32 @@ def sent() -> list[tuple[Any, RequestSpans | None]]:
 
 
 @pytest.fixture(scope="session")
-def hooked(sent: list[Any]) -> None:
+def hooked(sent: list[Any]) -> Frontend:
     """Our hooks on this process, and the stand-in for the scheduler."""
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
     def record(manager: Any, obj: Any) -> None:
         for one in getattr(obj, "batch", None) or [obj]:
             if hasattr(one, "sampling_params"):
                 sent.append((one, RequestSpans.from_params(one.sampling_params.custom_params, len(one.input_ids))))
 
-    if not hasattr(TokenizerManager.generate_request, "__wrapped__"):
-        for hook in hooks(HypicConfig(enabled=True)):
+    if from_env().enabled:  # other tests need the whole plugin in this process
+        from hypic.engine.plugin import table as plugin_table
+
+        table = plugin_table().hooks
+    else:
+        table = tuple(hooks(HypicConfig(enabled=True)))
+        for hook in table:
             HookRegistry.register(hook.target, hook.fn, HookType(hook.kind))
     manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
     HookRegistry.register(f"{manager}._dispatch_to_scheduler", record, HookType.BEFORE)
     HookRegistry.register(f"{manager}._handle_batch_output", _stand_in, HookType.BEFORE)
     HookRegistry.apply_hooks()
+    return next(h.fn.__self__ for h in table if h.target.endswith("generate_request"))  # type: ignore[attr-defined]
 
 
 def _stand_in(manager: Any, payload: Any) -> None:
     """Put reports into a payload as the output streamer does: sliced by output token, None for other requests."""
-    values = []
+    values, reporting = [], False
     for i, rid in enumerate(payload.rids):
         state = manager.rid_to_state.get(rid)
         params = state.obj.sampling_params.get("custom_params") if state else None
@@ -87,7 +93,8 @@ def _stand_in(manager: Any, payload: Any) -> None:
             values.append([None] * new)
         else:
             values.append([] if state.output_ids else [_report(plan, state.obj, payload.prompt_tokens[i]).to_json()])
-    if any(v and v[0] for v in values) and payload.customized_info is None:
+            reporting = True
+    if reporting and payload.customized_info is None:
         payload.customized_info = {"hypic": values}
 
 
@@ -144,9 +151,10 @@ class Server:
 
 
 @pytest.fixture(scope="session")
-def server(hooked: None, tiny_model: Callable[[str], Path]) -> Iterator[Server]:
+def server(hooked: Frontend, tiny_model: Callable[[str], Path]) -> Iterator[Server]:
     """Qwen3.5, which SGLang registers as a vision model."""
     from hypic.check.engines import running_engine
 
-    with running_engine(tiny_model("qwen35"), enable_cache_report=True, tool_call_parser="qwen25") as engine:
+    args = {"enable_cache_report": True, "tool_call_parser": "qwen25"}
+    with running_engine(tiny_model("qwen35"), env={"HYPIC_ENABLED": "0"}, **args) as engine:
         yield Server(engine)

@@ -383,3 +383,34 @@ def test_ordinary_requests_are_untouched(server: Any, sent: list[Any]) -> None:
         server.run(server.http.post("/flush_cache"))
         assert drive(type(manager).generate_request, **prompt) == first
         server.run(server.http.post("/flush_cache"))
+
+
+def test_server_wide_separator(server: Any, hooked: Any, plans: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For clients of the official fork, which mark nothing else."""
+    from hypic.config import OFFICIAL_SEPARATOR, HypicConfig
+
+    monkeypatch.setattr(hooked, "_config", HypicConfig(enabled=True, separator=OFFICIAL_SEPARATOR))
+    text = OFFICIAL_SEPARATOR.join(["A doc", "B doc", "Q"])
+    messages = [{"role": "user", "content": text}]
+    for path, body in (
+        (CHAT, {"messages": messages, **GREEDY}),
+        ("/invocations", {"messages": messages, **GREEDY}),
+        ("/v1/messages", {"model": "m", "messages": messages, "max_tokens": 3}),
+        (COMPLETIONS, {"prompt": text, **GREEDY, "echo": True}),
+        (GENERATE, {"text": text, "sampling_params": NATIVE}),
+        ("/vertex_generate", {"instances": [{"text": text}], "parameters": {"sampling_params": NATIVE}}),
+        ("/api/generate", {"model": "m", "prompt": text, "stream": False, "options": {"num_predict": 3}}),
+    ):
+        out = server.post(path, body)
+        assert out.status == 200 and [len(p.cached) for p in plans()] == [2], path
+        assert OFFICIAL_SEPARATOR not in str(out.body)
+    server.post(COMPLETIONS, {"prompt": text, **GREEDY, "hypic": {"separator": ""}})
+    server.post(COMPLETIONS, {"prompt": list(range(100, 120)), **GREEDY})
+    assert plans() == [None, None]
+
+
+def test_vertex_parameters(server: Any, plans: Any) -> None:
+    parameters = {"sampling_params": NATIVE, "hypic": {"separator": "|", **REPORT}}
+    out = server.post("/vertex_generate", {"instances": [{"text": "A|Q"}], "parameters": parameters})
+    assert [len(p.cached) for p in plans()] == [1]
+    assert outcomes(out.body[0]["meta_info"]["hypic"]) == ["compiled"]

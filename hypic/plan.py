@@ -65,7 +65,7 @@ class LinkLayout:
                 raise ValueError(f"interior [{lo}, {hi}) of segment {segment} does not follow position {end}")
             end = hi
         if end >= total:
-            raise ValueError(f"the last interior ends at {end}, but the prompt has {total} tokens: none is left to compute")
+            raise ValueError(f"the last interior ends at {end} of {total} tokens: none is left to compute")
         self.reserve_end = end
         """Natural positions [hit, reserve_end) get their KV slots in one reservation, in natural order."""
         self.interior_tokens = sum(i.hi - i.lo for i in self.interiors)
@@ -79,7 +79,7 @@ class LinkLayout:
             at = hi
         gaps.append((at, total, NO_ARTIFACT))
         self._gaps = gaps
-        self._order = np.concatenate(pieces + [np.arange(lo, hi) for lo, hi, _ in gaps]) if pieces else np.arange(hit, total)
+        self._order = np.concatenate(pieces + [np.arange(lo, hi) for lo, hi, _ in gaps])
 
     def order(self, begin: int, end: int) -> np.ndarray:
         """Natural positions (int64) of the presented range [begin, end)."""
@@ -93,16 +93,17 @@ class LinkLayout:
         computed token belong to the first chunk.
         """
         if not self.prefix_len <= begin <= end <= self.total:
-            raise ValueError(f"chunk [{begin}, {end}) is not within the computed tokens [{self.prefix_len}, {self.total})")
+            raise ValueError(f"chunk [{begin}, {end}) is not within [{self.prefix_len}, {self.total})")
         first, last = begin - self.prefix_len, end - self.prefix_len
         runs, done = [], 0
         for lo, hi, segment in self._gaps:
             stop = done + hi - lo
             a, b = max(first, done), min(last, stop)
             joins = segment if (first < stop <= last or (stop == 0 and first == 0)) else NO_ARTIFACT
-            if a < b or joins != NO_ARTIFACT:
-                length = max(b - a, 0)
-                runs.append(Run(max(a - first, 0) if length else stop - first, length, lo + a - done if length else hi, joins))
+            if a < b:
+                runs.append(Run(a - first, b - a, lo + a - done, joins))
+            elif joins != NO_ARTIFACT:
+                runs.append(Run(stop - first, 0, hi, joins))
             done = stop
         return runs
 

@@ -152,7 +152,9 @@ class ArtifactStore:
         """Every blob has exactly one owner, and the lists agree with the index. Raises AssertionError."""
         self.arena.check_integrity()
         owned = [a.offset for a in (*self._index.values(), *self._stale)]
-        assert len(owned) == len(set(owned)) and set(owned) == set(self.arena._used), "arena blocks and artifacts differ"
+        assert len(owned) == len(set(owned)) and set(owned) == set(self.arena._used), (
+            "arena blocks and artifacts differ"
+        )
         assert self._probation.keys() | self._protected.keys() == self._index.keys()
         assert not self._probation.keys() & self._protected.keys()
         assert self._protected_bytes == sum(a.nbytes for a in self._protected.values())
@@ -173,7 +175,9 @@ class ArtifactStore:
 
     def _alloc(self, nbytes: int) -> int | None:
         while (offset := self.arena.alloc(nbytes)) is None:
-            victim = next((a for ring in (self._probation, self._protected) for a in ring.values() if not a.locks), None)
+            victim = next(
+                (a for ring in (self._probation, self._protected) for a in ring.values() if not a.locks), None
+            )
             if victim is None:
                 return None
             self._drop(victim)

@@ -56,7 +56,9 @@ def _marked(req: Any, attribute: str, link: Link, stop: int | None = None) -> It
 # ---------------------------------------------------------------------- radix match
 
 
-def match_prefix_for_req(original: Callable[..., Any], tree_cache: Any, req: Any, token_ids: Any = None, **kwargs: Any) -> Any:
+def match_prefix_for_req(
+    original: Callable[..., Any], tree_cache: Any, req: Any, token_ids: Any = None, **kwargs: Any
+) -> Any:
     """The scheduling policy's match, under the marked key."""
     link = _keyed(req)
     if link is not None:
@@ -64,7 +66,9 @@ def match_prefix_for_req(original: Callable[..., Any], tree_cache: Any, req: Any
     return original(tree_cache, req, token_ids, **kwargs)
 
 
-def init_next_round_input(original: Callable[..., None], req: Any, tree_cache: Any = None, cow_mamba: bool | None = None) -> None:
+def init_next_round_input(
+    original: Callable[..., None], req: Any, tree_cache: Any = None, cow_mamba: bool | None = None
+) -> None:
     """Match a linked request and lay out what remains to be joined; pass over one whose artifacts are not ready."""
     link = _keyed(req)
     if link is None or tree_cache is None:
@@ -227,11 +231,15 @@ def _link_row(batch: Any, i: int, req: Any, link: Link, begin: int) -> LinkRow:
     first = begin == layout.prefix_len
     if first and not req.retracted_stain:
         # Interiors compiled for this request (or waited for) were computed on its behalf.
-        bought = sum(i.hi - i.lo for i in layout.interiors if link.segments[i.segment].outcome in ("compiled", "waited"))
+        bought = sum(
+            i.hi - i.lo for i in layout.interiors if link.segments[i.segment].outcome in ("compiled", "waited")
+        )
         req.cached_tokens -= bought
         req.cached_tokens_device -= bought
     _stop_tracking(batch, i, req)
-    row = LinkRow(link, layout, begin, end, layout.runs(begin, end), layout.order(begin, end), first, end == layout.total)
+    row = LinkRow(
+        link, layout, begin, end, layout.runs(begin, end), layout.order(begin, end), first, end == layout.total
+    )
     if row.last and batch.mamba_track_mask is not None:
         row.checkpoint = _checkpoint(batch, req, row)
     return row
@@ -336,5 +344,3 @@ def release_kv_cache(original: Callable[..., None], req: Any, tree_cache: Any, i
 def _prefilled(req: Any, link: Link) -> bool:
     """Whether the KV of the whole prompt is there; until then the row has holes."""
     return link.layout is None or (req.extend_range is not None and req.extend_range.end >= len(req.origin_input_ids))
-
-

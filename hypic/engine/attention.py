@@ -41,7 +41,7 @@ def _specialise(backend: Any, mixin: type, plan: ForwardPlan, runtime: LinkRunti
     key = (mixin, type(backend))
     if key not in _classes:
         _classes[key] = type(f"{mixin.__name__}{type(backend).__name__}", key, {})
-    clone = object.__new__(_classes[key])
+    clone: Any = object.__new__(_classes[key])
     clone.__dict__.update(backend.__dict__)
     clone.hypic_plan, clone.hypic_runtime = plan, runtime
     return clone
@@ -55,7 +55,8 @@ def view_rows(fb: Any, rows: list[int], starts: list[int], lengths: list[int]) -
     offsets = [0, *lengths[:-1]]
     for j in range(1, len(offsets)):
         offsets[j] += offsets[j - 1]
-    index, prefix, extend, seq, offset = torch.tensor([rows, starts, lengths, ends, offsets]).to(device, non_blocking=True)
+    columns = torch.tensor([rows, starts, lengths, ends, offsets]).to(device, non_blocking=True)
+    index, prefix, extend, seq, offset = columns
     view.batch_size = len(rows)
     view.req_pool_indices = fb.req_pool_indices[index]
     view.extend_prefix_lens_cpu, view.extend_seq_lens_cpu = starts, lengths

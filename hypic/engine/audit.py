@@ -40,7 +40,9 @@ def audit(scheduler: Any) -> None:
     pool = scheduler.req_to_token_pool
     mamba = getattr(pool, "mamba_allocator", None)
     if mamba is not None:
-        states = tree.all_mamba_values_flatten().cpu().long() if tree.supports_mamba() else torch.empty(0, dtype=torch.long)
+        states = (
+            tree.all_mamba_values_flatten().cpu().long() if tree.supports_mamba() else torch.empty(0, dtype=torch.long)
+        )
         free = mamba.free_slots.cpu().long()
         first = int(torch.cat([free, states]).min())
         _exact("state slots", free, states, first, mamba.size)
@@ -58,7 +60,11 @@ def _radix_slots(tree: Any) -> torch.Tensor:
     # RadixCache (attention-only models) cannot flatten an empty tree.
     if getattr(tree, "disable", False) or (root is not None and not root.children):
         return torch.empty(0, dtype=torch.long)
-    return tree.all_values_flatten().cpu().long() if hasattr(tree, "all_values_flatten") else torch.empty(0, dtype=torch.long)
+    return (
+        tree.all_values_flatten().cpu().long()
+        if hasattr(tree, "all_values_flatten")
+        else torch.empty(0, dtype=torch.long)
+    )
 
 
 def _exact(what: str, free: torch.Tensor, held: torch.Tensor, first: int, count: int) -> None:
@@ -81,5 +87,7 @@ def dump_artifacts(scheduler: Any, path: str) -> None:
     for artifact in store.ready():
         n = max(len(artifact.tokens) - manager.config.seam_window, 0)
         payload = store.arena.buffer[artifact.base : artifact.base + layout.payload_bytes(n)]
-        out[span_id(artifact.tokens)] = {k: v.to("cpu", torch.float32, copy=True) for k, v in layout.parts(payload, n).items()}
+        out[span_id(artifact.tokens)] = {
+            k: v.to("cpu", torch.float32, copy=True) for k, v in layout.parts(payload, n).items()
+        }
     torch.save(out, path)

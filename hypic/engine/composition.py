@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import torch
 
 from hypic.artifact.layout import ArtifactLayout, LinearShape
+from hypic.engine.gdn import gdn_parameters
 from hypic.kernels.gdn_chain import ChainItem, ChainPlan, gdn_chain
 from hypic.kernels.gdn_inputs import InputsPlan, gdn_inputs
 from hypic.kernels.gdn_transition import TransitionPlan, gdn_transition
@@ -48,23 +50,19 @@ def check_composition(model: Any, shape: LinearShape) -> float:
 def _layer_error(layer: Any, shape: LinearShape) -> float:
     weights = layer.conv_weights
     device, total = weights.device, _SEAM + _INTERIOR + _QUERY
-    one = ArtifactLayout(LinearShape(**{f: getattr(shape, f) for f in shape.__struct_fields__ if f != "layer_ids"}, layer_ids=(0,)), None)
+    one = ArtifactLayout(msgspec.structs.replace(shape, layer_ids=(0,)), None)
     generator = torch.Generator().manual_seed(0)
 
     def random(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=generator).to(device)
 
     x, a, b = random(total, shape.conv_channels), random(total, shape.heads), random(total, shape.heads)
-    params = dict(
-        conv_weight=weights, conv_bias=layer.bias, activation=layer.activation, A_log=layer.A_log, dt_bias=layer.dt_bias,
-        num_k_heads=layer.num_k_heads, num_v_heads=layer.num_v_heads,
-        head_k_dim=layer.head_k_dim, head_v_dim=layer.head_v_dim,
-    )  # fmt: skip
+    params = gdn_parameters(layer)
     arena = torch.zeros(one.payload_bytes(0), dtype=torch.uint8, device=device)
-    offsets = dict(t_off=one.t_offset(0), s_off=one.s_offset(0))
+    offsets: dict[str, Any] = dict(t_off=one.t_offset(0), s_off=one.s_offset(0))
     width = shape.conv_width + 1
 
-    def pools() -> dict[str, torch.Tensor]:
+    def pools() -> dict[str, Any]:
         dtype = getattr(torch, shape.conv_dtype)
         return dict(
             conv_pool=torch.zeros(1, shape.conv_channels, shape.conv_width, dtype=dtype, device=device),
@@ -81,13 +79,19 @@ def _layer_error(layer: Any, shape: LinearShape) -> float:
     whole = chain([ChainItem(0, total)])
     # The interior is compiled behind its own seam, from zero, as a compile request does.
     inputs = InputsPlan.build(
-        seq_tok=[0], seq_len=[_SEAM + _INTERIOR], seq_slot=[0], seq_fresh=[True], seq_skip=[_SEAM], conv_width=width, device=device
-    )  # fmt: skip
-    k, v, g, beta = gdn_inputs(x, a, b, **params, conv_pool=pools()["conv_pool"], plan=inputs)
-    gdn_transition(
-        k, v, g, beta, arena=arena, **offsets, plan=TransitionPlan.build(cu=[0, len(k)], blob=[0], first=[True], device=device)
+        seq_tok=[0],
+        seq_len=[_SEAM + _INTERIOR],
+        seq_slot=[0],
+        seq_fresh=[True],
+        seq_skip=[_SEAM],
+        conv_width=width,
+        device=device,
     )
-    tail = x[_SEAM + _INTERIOR - shape.conv_width : _SEAM + _INTERIOR].t().to(getattr(torch, shape.conv_dtype)).contiguous()
+    k, v, g, beta = gdn_inputs(x, a, b, **params, conv_pool=pools()["conv_pool"], plan=inputs)
+    plan = TransitionPlan.build(cu=[0, len(k)], blob=[0], first=[True], device=device)
+    gdn_transition(k, v, g, beta, arena=arena, **offsets, plan=plan)
+    window = slice(_SEAM + _INTERIOR - shape.conv_width, _SEAM + _INTERIOR)
+    tail = x[window].t().to(getattr(torch, shape.conv_dtype)).contiguous()
     at = one.conv_offset(0)
     arena[at : at + tail.numel() * tail.element_size()] = tail.view(torch.uint8).flatten()
     joined = chain([ChainItem(0, _SEAM, 0, shape.conv_width), ChainItem(_SEAM + _INTERIOR, _QUERY)])

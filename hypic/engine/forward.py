@@ -113,7 +113,9 @@ class LinkRuntime:
                 slots.append(row.link.reserved[lo - row.layout.hit : hi - row.layout.hit])
         if blobs and self.k_pools:
             device = self.arena.buffer.device
-            interiors = InteriorPlan.build(blob_kv=blobs, count=counts, shift=shifts, slots=torch.cat(slots), device=device)
+            interiors = InteriorPlan.build(
+                blob_kv=blobs, count=counts, shift=shifts, slots=torch.cat(slots), device=device
+            )
             rotary = self.rotary
             assert rotary is not None
             relocate_interiors(

@@ -20,12 +20,37 @@ if TYPE_CHECKING:
     from hypic.engine.forward import ForwardPlan, LinkRuntime
 
 
+def gdn_parameters(layer: Any) -> dict[str, Any]:
+    """The parameters of a RadixLinearAttention module as our kernels take them."""
+    return dict(
+        conv_weight=layer.conv_weights,
+        conv_bias=layer.bias,
+        activation=layer.activation,
+        A_log=layer.A_log,
+        dt_bias=layer.dt_bias,
+        num_k_heads=layer.num_k_heads,
+        num_v_heads=layer.num_v_heads,
+        head_k_dim=layer.head_k_dim,
+        head_v_dim=layer.head_v_dim,
+    )
+
+
 class _Step:
-    """A Stage on the device."""
+    """A Stage on the device.
+
+    Attributes:
+        chain: plan of the seam chains, or None.
+        native, metadata, tokens: view of the batch for SGLang's kernel, its metadata, and which tokens it takes (None: all).
+        checkpoints: (source, target) state slots to copy, or None.
+    """
 
     def __init__(self, backend: Any, fb: Any, stage: Stage, slots: torch.Tensor, conv_width: int):
         device = slots.device
-        self.chain = self.native = self.tokens = None
+        self.chain: ChainPlan | None = None
+        self.native: Any = None
+        self.metadata: Any = None
+        self.tokens: torch.Tensor | None = None
+        self.checkpoints: tuple[torch.Tensor, torch.Tensor] | None = None
         if stage.chains:
             rows = torch.tensor([c.row for c in stage.chains], device=device)
             self.chain = ChainPlan.build(
@@ -38,7 +63,6 @@ class _Step:
         if stage.natives:
             self._plan_native(backend, fb, stage, device)
         kept = [(c.row, c.slot) for c in stage.checkpoints]
-        self.checkpoints = None
         if kept:
             source, target = torch.tensor(kept, device=device).t()
             self.checkpoints = slots[source], backend._translate_mamba_indices(target)
@@ -49,7 +73,8 @@ class _Step:
         natives = stage.natives
         self.native = view_rows(fb, [n.row for n in natives], [n.start for n in natives], [n.length for n in natives])
         if self.native.extend_num_tokens != fb.extend_num_tokens:
-            self.tokens = torch.cat([torch.arange(n.token, n.token + n.length) for n in natives]).to(device, non_blocking=True)
+            where = [torch.arange(n.token, n.token + n.length) for n in natives]
+            self.tokens = torch.cat(where).to(device, non_blocking=True)
         backend.native_metadata(self.native)
         self.metadata = backend.forward_metadata
 
@@ -68,7 +93,8 @@ class LinkedGdn:
         plan, linear = self.hypic_plan, self.hypic_runtime.layout.linear
         assert linear is not None
         pool = self.req_to_token_pool  # type: ignore[attr-defined]
-        slots = self._translate_mamba_indices(pool.get_mamba_indices(forward_batch.req_pool_indices)).to(torch.int64)  # type: ignore[attr-defined]
+        virtual = pool.get_mamba_indices(forward_batch.req_pool_indices)
+        slots = self._translate_mamba_indices(virtual).to(torch.int64)  # type: ignore[attr-defined]
         stages = linear_stages(plan.batch, plan.prefix_lens, plan.extend_lens, linear.conv_width)
         self._steps = [_Step(self, forward_batch, stage, slots, linear.conv_width + 1) for stage in stages]
         self._plan_compiles(slots, linear.conv_width + 1)
@@ -107,28 +133,17 @@ class LinkedGdn:
         layout, arena = runtime.layout, runtime.arena.buffer
         cache = self.req_to_token_pool.mamba2_layer_cache(layer_id)  # type: ignore[attr-defined]
         conv, state = cache.conv[0], cache.temporal
-        params = dict(
-            conv_weight=layer.conv_weights,
-            conv_bias=layer.bias,
-            activation=layer.activation,
-            A_log=layer.A_log,
-            dt_bias=layer.dt_bias,
-            num_k_heads=layer.num_k_heads,
-            num_v_heads=layer.num_v_heads,
-            head_k_dim=layer.head_k_dim,
-            head_v_dim=layer.head_v_dim,
-            conv_pool=conv,
-        )
-        offsets = dict(t_off=layout.t_offset(layer_id), s_off=layout.s_offset(layer_id))
+        params = gdn_parameters(layer)
+        offsets: dict[str, Any] = dict(t_off=layout.t_offset(layer_id), s_off=layout.s_offset(layer_id))
         if self._compiles:
             # Before the native kernel moves the conv window on.
-            k, v, g, beta = gdn_inputs(mixed_qkv, a, b, plan=self._inputs, **params)
+            k, v, g, beta = gdn_inputs(mixed_qkv, a, b, plan=self._inputs, conv_pool=conv, **params)
             gdn_transition(k, v, g, beta, arena=arena, plan=self._transition, **offsets)
         out = mixed_qkv.new_empty(1, mixed_qkv.shape[0], layer.num_v_heads, layer.head_v_dim)
         for step in self._steps:
             if step.chain is not None:
                 gdn_chain(
-                    mixed_qkv, a, b, **params, ssm_pool=state, arena=arena, **offsets,
+                    mixed_qkv, a, b, **params, conv_pool=conv, ssm_pool=state, arena=arena, **offsets,
                     c_off=layout.conv_offset(layer_id), plan=step.chain, out=out[0],
                 )  # fmt: skip
             if step.native is not None:
@@ -150,4 +165,6 @@ class LinkedGdn:
         return out
 
     def _native(self, layer: Any, view: Any, mixed_qkv: Any, a: Any, b: Any, **kwargs: Any) -> torch.Tensor:
-        return super().forward_extend(layer=layer, forward_batch=view, mixed_qkv=mixed_qkv, a=a, b=b, **kwargs)  # type: ignore[misc]
+        return super().forward_extend(  # type: ignore[misc]
+            layer=layer, forward_batch=view, mixed_qkv=mixed_qkv, a=a, b=b, **kwargs
+        )

@@ -64,7 +64,9 @@ def model_fingerprint(model_path: str, hf_config: Any, load_format: str = "auto"
 
     Reads no weights. For a model that is not a local folder, the config and the path identify it.
     """
-    config = json.dumps(hf_config.to_dict() if hasattr(hf_config, "to_dict") else vars(hf_config), sort_keys=True, default=str)
+    config = json.dumps(
+        hf_config.to_dict() if hasattr(hf_config, "to_dict") else vars(hf_config), sort_keys=True, default=str
+    )
     parts = [config.encode(), str(load_format).encode()]
     folder = Path(model_path)
     if folder.is_dir():

@@ -114,7 +114,11 @@ class LinkManager:
     def _settle(self, link: Link, req: Any) -> None:
         """Segments that no artifact can serve become plain, with the reason."""
         native = self.off or next((name for name, applies in NATIVE_REASONS if applies(req)), None)
-        if native is None and req.return_logprob and 0 <= req.logprob_start_len < max((s.end for s in link.segments), default=0):
+        if (
+            native is None
+            and req.return_logprob
+            and 0 <= req.logprob_start_len < max((s.end for s in link.segments), default=0)
+        ):
             native = "input_logprobs"
         total = len(req.origin_input_ids)
         for s in link.segments:
@@ -318,7 +322,7 @@ class LinkManager:
             alive = _alive(self.scheduler)
             for req in [r for r in self._inflight.values() if id(r) not in alive]:
                 self._fail(req)
-        self.metrics.gauges(self.store, sum(link_of(r).state is not LinkState.READY for r in self._waiting.values()))
+        self.metrics.gauges(self.store, self.held)
 
     # ------------------------------------------------------------------ invalidation
 
@@ -342,7 +346,7 @@ class LinkManager:
 
     @property
     def held(self) -> int:
-        """Linked requests in the waiting queue."""
+        """Linked requests in the waiting queue, those that only wait for their turn included."""
         return len(self._waiting)
 
     @property

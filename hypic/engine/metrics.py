@@ -33,10 +33,16 @@ class EngineMetrics:
         self._fallbacks = counter("fallbacks_total", "Segments or requests served natively, by reason", "reason")
         self._evicted = counter("evictions_total", "Artifacts evicted from the arena")
         self._compile = Histogram("hypic:compile_seconds", "Compile, from spawn to stored", names, buckets=_SECONDS)
-        self._link = Histogram("hypic:link_seconds", "Link, from arrival to the end of prefill", names, buckets=_SECONDS)
-        self._arena = Gauge("hypic:arena_bytes", "Arena bytes by state", [*names, "state"], multiprocess_mode="mostrecent")
+        self._link = Histogram(
+            "hypic:link_seconds", "Link, from arrival to the end of prefill", names, buckets=_SECONDS
+        )
+        self._arena = Gauge(
+            "hypic:arena_bytes", "Arena bytes by state", [*names, "state"], multiprocess_mode="mostrecent"
+        )
         self._artifacts = Gauge("hypic:artifacts", "Artifacts in the arena", names, multiprocess_mode="mostrecent")
-        self._held = Gauge("hypic:held_requests", "Linked requests that wait for artifacts", names, multiprocess_mode="mostrecent")
+        self._held = Gauge(
+            "hypic:held_requests", "Linked requests that wait for artifacts", names, multiprocess_mode="mostrecent"
+        )
 
     def compiled(self, tokens: int, seconds: float) -> None:
         if self._labels is not None:

@@ -6,8 +6,6 @@ front end, which `hypic.engine.http.prepare` extends before SGLang's server modu
 
 from __future__ import annotations
 
-from typing import Any
-
 from hypic.config import from_env
 from hypic.engine import admission, forward, http, lifecycle
 from hypic.engine.hook import Hook, HookTable

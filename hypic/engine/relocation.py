@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 RELOCATION_TOLERANCE = 1e-3
-"""Largest error of a relocated K against K rotated in place, relative to the largest K. A float32 angle of 4096 radians is
-itself rounded by 2e-4."""
+"""Largest error of a relocated K against K rotated in place, relative to the largest K."""
 LONGEST_SHIFT = 4096
+"""Longest shift tried: a float32 angle of 4096 radians is itself rounded by 2e-4."""
 
 
 class CannotRelocate(ValueError):
@@ -45,8 +45,9 @@ def find_rotary(model: Any, layer_ids: tuple[int, ...], max_position: int) -> Ro
     modules: dict[int, Any] = {}
     for module in model.modules():
         attn, rotary = getattr(module, "attn", None), getattr(module, "rotary_emb", None)
-        if rotary is not None and type(attn).__name__ == "RadixAttention" and attn.layer_id in layer_ids:
-            modules[attn.layer_id] = rotary
+        layer_id = getattr(attn, "layer_id", None)
+        if rotary is not None and type(attn).__name__ == "RadixAttention" and layer_id in layer_ids:
+            modules[layer_id] = rotary
     if missing := sorted(set(layer_ids) - set(modules)):
         raise CannotRelocate(f"no rotary embedding found on full-attention layers {missing}")
     modules = {i: modules[i] for i in layer_ids}
@@ -85,10 +86,12 @@ def check_relocation(module: Any, rotary: Rotary) -> float:
         if shift < 1:
             continue
         direct = _table_rotate(k, table, positions + shift, rotary)
-        moved = rotate(_table_rotate(k, table, positions, rotary), shift, table, rotary.dim, rotary.is_neox, rotary.scale)
+        local = _table_rotate(k, table, positions, rotary)
+        moved = rotate(local, shift, table, rotary.dim, rotary.is_neox, rotary.scale)
         worst = max(worst, float((direct - moved).abs().max() / direct.abs().max()))
     if worst > RELOCATION_TOLERANCE:
-        raise CannotRelocate(f"{type(module).__name__}: a relocated K is off by {worst:.1e} (bound {RELOCATION_TOLERANCE:.0e})")
+        kind = type(module).__name__
+        raise CannotRelocate(f"{kind}: a relocated K is off by {worst:.1e} (bound {RELOCATION_TOLERANCE:.0e})")
     return worst
 
 

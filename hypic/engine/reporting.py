@@ -42,7 +42,11 @@ def build_report(link: Link, prompt_tokens: int) -> Report:
     def plain(start: int, end: int) -> None:
         if start < end:
             reused = max(min(hit, end) - start, 0)
-            spans.append(SpanReport(kind="plain", start=start, tokens=end - start, reused=reused, recomputed=end - start - reused))
+            spans.append(
+                SpanReport(
+                    kind="plain", start=start, tokens=end - start, reused=reused, recomputed=end - start - reused
+                )
+            )
 
     for m in marked:
         start, end = (m.start, m.end) if isinstance(m, Segment) else m[:2]
@@ -57,7 +61,15 @@ def build_report(link: Link, prompt_tokens: int) -> Report:
             span.reused = radix + (interior if m.outcome == "hit_device" else 0)
             span.recomputed = n - radix - interior
         else:
-            span = SpanReport(kind="segment", start=start, tokens=n, outcome="declined", reason=m[2], reused=radix, recomputed=n - radix)
+            span = SpanReport(
+                kind="segment",
+                start=start,
+                tokens=n,
+                outcome="declined",
+                reason=m[2],
+                reused=radix,
+                recomputed=n - radix,
+            )
         spans.append(span)
     plain(at, prompt_tokens)
     spans += [

@@ -21,10 +21,14 @@ def _set(name: str) -> Callable[[Any], bool]:
 
 
 REFUSALS: tuple[Refusal, ...] = (
-    Refusal("--speculative-algorithm", _set("speculative_algorithm"), "draft workers keep states that no artifact covers"),
+    Refusal(
+        "--speculative-algorithm", _set("speculative_algorithm"), "draft workers keep states that no artifact covers"
+    ),
     Refusal("--enable-dp-attention", _set("enable_dp_attention"), "padded batches have rows without a run plan"),
     Refusal("--dp-size", lambda a: a.dp_size > 1, "replicas do not share artifacts; start one server per replica"),
-    Refusal("--enable-two-batch-overlap", _set("enable_two_batch_overlap"), "half batches have no run plan of their own"),
+    Refusal(
+        "--enable-two-batch-overlap", _set("enable_two_batch_overlap"), "half batches have no run plan of their own"
+    ),
     Refusal("--pp-size", lambda a: a.pp_size > 1, "an artifact spans all layers"),
     Refusal("--disaggregation-mode", lambda a: a.disaggregation_mode != "null", "KV transfer assumes natural order"),
     Refusal(
@@ -36,7 +40,9 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--enable-lmcache", _set("enable_lmcache"), "its radix cache knows nothing of marked keys"),
     Refusal("--enable-flexkv", _set("enable_flexkv"), "its radix cache knows nothing of marked keys"),
     Refusal("--radix-cache-backend", _set("radix_cache_backend"), "an unknown radix cache may read token ids of keys"),
-    Refusal("--tokenizer-worker-num", lambda a: a.tokenizer_worker_num > 1, "SGLang's tokenizer workers load no plugins"),
+    Refusal(
+        "--tokenizer-worker-num", lambda a: a.tokenizer_worker_num > 1, "SGLang's tokenizer workers load no plugins"
+    ),
     Refusal("--enable-unified-memory", _set("enable_unified_memory"), "state slots move"),
     Refusal("--enable-page-major-kv-layout", _set("enable_page_major_kv_layout"), "state slots are strided"),
     Refusal("--enable-linear-replayssm", _set("enable_linear_replayssm"), "the state slot lags behind the sequence"),

@@ -65,12 +65,12 @@ def _engine_class(env: Mapping[str, str], spawn: bool) -> Any:
             if not spawn:
                 mp.set_start_method("forkserver", force=True)
                 mp.set_forkserver_preload(_PRELOAD)
-            with _environ(env):
+            with environ_with(env):
                 return super()._launch_scheduler_processes(*args, **kwargs)
 
         @classmethod
         def _launch_detokenizer_subprocesses(cls, *args: Any, **kwargs: Any) -> Any:
-            with _environ(env):
+            with environ_with(env):
                 return super()._launch_detokenizer_subprocesses(*args, **kwargs)
 
         def shutdown(self) -> None:
@@ -89,7 +89,8 @@ def _engine_class(env: Mapping[str, str], spawn: bool) -> Any:
 
 
 @contextmanager
-def _environ(env: Mapping[str, str]) -> Iterator[None]:
+def environ_with(env: Mapping[str, str]) -> Iterator[None]:
+    """``os.environ`` with ``env`` on top, for the block."""
     before = dict(os.environ)
     os.environ.update(env)
     try:
@@ -103,7 +104,10 @@ def _in_env(env: Mapping[str, str], entry: str, *args: Any) -> None:
     """Run SGLang's process entry point ``entry`` under ``env``."""
     os.environ.clear()
     os.environ.update(env)
+    from sglang.srt.environ import envs
     from sglang.srt.managers import detokenizer_manager, scheduler
 
+    for name in ("TEST_RETRACT", "TEST_RETRACT_INTERVAL"):  # read at import, in the fork server
+        setattr(scheduler, name, getattr(envs, f"SGLANG_{name}").get())
     target: Callable[..., None] = getattr(scheduler, entry, None) or getattr(detokenizer_manager, entry)
     target(*args)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,15 +25,13 @@ def _server_args_defaults(self: Any) -> None:
 
 
 def _allow_extra_buffer(original: Any, self: Any, view: Any, model_arch: str) -> None:
+    from sglang.srt import server_args
+
+    is_cuda, server_args.is_cuda = server_args.is_cuda, lambda: True
     try:
         original(self, view, model_arch)
-    except AssertionError as error:
-        if "needs CUDA" not in str(error):
-            raise
-
-
-def _plain_rope(original: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
-    return original(*args, device=None, **kwargs)
+    finally:
+        server_args.is_cuda = is_cuda
 
 
 def _track_indices(batch: Any, track_positions: Sequence[int] | None = None) -> None:
@@ -164,30 +161,10 @@ _HOOKS: tuple[Hook, ...] = (
         "sglang.srt.server_args.ServerArgs._validate_mamba_extra_buffer",
         "around",
         _allow_extra_buffer,
-        "asserts a GPU, although nothing in the extra_buffer strategy needs one here",
+        "asserts a GPU before its other checks; the extra_buffer strategy itself needs none",
         ("self", "view", "model_arch"),
     ),
     # device handling
-    Hook(
-        "sglang.srt.utils.common.device_context",
-        "replace",
-        lambda device: contextlib.nullcontext(),
-        "torch.cpu has no device context",
-        ("device",),
-    ),
-    Hook(
-        f"{_FLA}.utils.custom_device_ctx",
-        "replace",
-        lambda index: contextlib.nullcontext(),
-        "torch.cpu has no device context",
-        ("index",),
-    ),
-    Hook(
-        "sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper",
-        "around",
-        _plain_rope,
-        "its CPU branch knows only deepseek_yarn",
-    ),
     Hook(
         "sglang.srt.utils.numa_utils.init_threads_binding",
         "replace",

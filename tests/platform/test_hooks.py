@@ -56,7 +56,7 @@ def test_every_hook_gives_a_reason() -> None:
     [
         ("sglang.srt.no_such_module.function", (), "not found"),
         ("sglang.srt.server_args.ServerArgs.no_such_method", (), "not found"),
-        ("sglang.srt.utils.common.device_context", ("gadget",), r"expected arguments \(gadget"),
+        ("sglang.srt.utils.common.get_device_name", ("gadget",), r"expected arguments \(gadget"),
     ],
 )
 def test_unfit_target_stops_the_server(

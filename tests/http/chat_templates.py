@@ -14,6 +14,19 @@ TEMPLATES = {
 {%- for m in messages %}{{ '[' + m.role + '] ' + m.content + '\\n' }}{% endfor %}{{ '[assistant]' }}""",
     "trim": """\
 {%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + (m.content | trim) + '<|im_end|>\\n' }}{% endfor %}""",
+    # Qwen3.5's shape: a macro for parts, trimmed; decisions on the last user turn; reasoning cut out of answers.
+    "macro": """\
+{#- image -#}{%- macro text_of(c) %}{% if c is string %}{{ c }}{% else %}
+{%- for p in c %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}{% endif %}{% endmacro %}
+{%- set ns = namespace(last=messages | length) %}
+{%- for m in messages[::-1] %}{% set c = text_of(m.content) | trim %}
+{%- if m.role == 'user' and not c.startswith('<tool_response>') and ns.last == messages | length %}
+{%- set ns.last = messages | length - 1 - loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}{% set c = text_of(m.content) | trim %}
+{%- if m.role == 'assistant' and '</think>' in c and loop.index0 < ns.last %}
+{%- set c = c.split('</think>')[-1].lstrip('\\n') %}{% endif %}
+{{- '<|im_start|>' + m.role + '\\n' + c + '<|im_end|>\\n' }}{% endfor %}
+{{- '<|im_start|>assistant\\n<think>\\n' }}""",
     "json": """{%- for m in messages %}{{ {'role': m.role, 'text': m.content} | tojson }}{% endfor %}""",
     "twice": """{%- for m in messages %}{{ m.content + ' Again: ' + m.content }}{% endfor %}""",
     "upper": """{%- for m in messages %}{{ m.content | upper }}{% endfor %}""",

@@ -99,7 +99,7 @@ RAG = [
 DOCUMENTS = ["Document one tells about the sea.", "Document two. The end."]
 
 
-@pytest.mark.parametrize("template", ["parts", "string", "trim", "json", "looks", "bos", "chatml", "tools"])
+@pytest.mark.parametrize("template", ["parts", "string", "trim", "macro", "json", "looks", "bos", "chatml", "tools"])
 def test_parts_are_found(chat: Callable[..., Chat], template: str) -> None:
     c = chat(template)
     adapted, segments, declined = c.convert(RAG)
@@ -140,13 +140,13 @@ def test_whole_messages_and_tool_results(chat: Callable[..., Chat]) -> None:
     assert chat("string").convert(messages)[1][-1] == "from the first to the last part"
 
 
-@pytest.mark.parametrize("template", ["trim", "string", "looks", "parts"])
+@pytest.mark.parametrize("template", ["trim", "macro", "string", "looks", "parts"])
 def test_white_space_around_documents(chat: Callable[..., Chat], template: str) -> None:
     """Kept in the segment where the template keeps it, outside where it trims."""
     c = chat(template)
     messages = [user("\n  One document.\n\n", **SEGMENT), user("\tQ ")]
     adapted, segments, declined = c.convert(messages)
-    assert segments == ["One document." if template == "trim" else "\n  One document.\n\n"] and not declined
+    assert segments == ["One document." if template in ("trim", "macro") else "\n  One document.\n\n"] and not declined
     assert c.text(adapted) == c.text(c.stock(messages))
 
 
@@ -407,7 +407,7 @@ contents = words.map("".join)
 
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from(["parts", "string", "trim", "json", "looks", "chatml"]), st.lists(
+@given(st.sampled_from(["parts", "string", "trim", "macro", "json", "looks", "chatml"]), st.lists(
     st.tuples(st.sampled_from(["user", "system", "assistant"]), contents, st.booleans()), min_size=1, max_size=5
 ))  # fmt: skip
 def test_never_another_prompt(chat: Callable[..., Chat], template: str, drawn: list[tuple[str, str, bool]]) -> None:

@@ -110,6 +110,21 @@ def test_streaming_does_not_lag(server: Any) -> None:
     assert asyncio.run(lags()) == [0, 0, 1, 0, -1]
 
 
+def test_report_survives_every_way_of_streaming() -> None:
+    """The report comes once, with the first token; SGLang repeats it, slices it away or merges chunks, as it likes."""
+    from hypic.engine.http.deliver import Delivery
+
+    def publish(delivery: Delivery, **meta: Any) -> dict[str, Any]:
+        return delivery.publish({"meta_info": {"finish_reason": None, **meta}})["meta_info"]
+
+    for later in ([], None, [None], ['{"n": 1}', None]):
+        delivery = Delivery(wanted=True)
+        assert "hypic" not in publish(delivery, hypic=['{"n": 1}']) and not delivery.complete
+        assert publish(delivery, hypic=later, finish_reason={"type": "stop"})["hypic"] == {"n": 1} and delivery.complete
+    assert "hypic" not in publish(Delivery(wanted=False), hypic=['{"n": 1}'], finish_reason={"type": "stop"})
+    assert "hypic" not in publish(Delivery(wanted=True), finish_reason={"type": "abort"})
+
+
 def test_parallel_samples(server: Any, plans: Any) -> None:
     out = server.post(CHAT, rag(n=3, hypic=REPORT, temperature=1.0))
     assert [c["index"] for c in out.body["choices"]] == [0, 1, 2] and len(out.body["sglext"]["hypic"]) == 3

@@ -81,6 +81,10 @@ class HookTable:
             else:
                 HookRegistry.register(hook.target, hook.fn, HookType(hook.kind))
 
+    def note(self, problem: str) -> None:
+        """Add a problem found outside the table; as good as a hook that does not fit."""
+        self._problems = [*(self._problems or []), problem]
+
     def problems(self) -> list[str]:
         """What keeps the table from being in force in this process; empty if nothing does."""
         if self._problems is None:

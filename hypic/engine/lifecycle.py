@@ -176,6 +176,19 @@ def abort_on_queued_limit(original: Callable[..., bool], scheduler: Any, recv_re
         scheduler.max_queued_requests = limit
 
 
+def abort_request(original: Callable[..., None], scheduler: Any, recv_req: Any) -> None:
+    """While SGLang compares ids, compile requests have an empty one, which only "abort all" matches."""
+    compiles = scheduler.hypic.compile_requests()
+    names = [r.rid for r in compiles]
+    for r in compiles:
+        r.rid = ""
+    try:
+        original(scheduler, recv_req)
+    finally:
+        for r, rid in zip(compiles, names, strict=True):
+            r.rid = rid
+
+
 def after_flush(flushed: bool, scheduler: Any, *_: Any, **__: Any) -> None:
     if flushed:
         scheduler.hypic.flush()

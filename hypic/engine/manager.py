@@ -349,6 +349,10 @@ class LinkManager:
         """Linked requests in the waiting queue, those that only wait for their turn included."""
         return len(self._waiting)
 
+    def compile_requests(self) -> list[Any]:
+        """Compile requests in flight."""
+        return list(self._inflight.values())
+
     @property
     def compiling(self) -> int:
         return len(self._inflight)

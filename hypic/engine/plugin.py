@@ -37,6 +37,8 @@ SCHEDULER_HOOKS: tuple[Hook, ...] = (
          "finished compiles become artifacts; finished prefills unlock theirs", ("self", "batch", "result")),
     Hook(f"{_SCHEDULER}._abort_on_queued_limit", "around", lifecycle.abort_on_queued_limit,
          "compile requests do not count against --max-queued-requests", ("self", "recv_req")),
+    Hook(f"{_SCHEDULER}.abort_request", "around", lifecycle.abort_request,
+         "aborts match by prefix of the request id: compile requests are nobody's to abort", ("self", "recv_req")),
     Hook(f"{_SCHEDULER}.flush_cache", "after", lifecycle.after_flush, "/flush_cache drops artifacts too", ("self",)),
     Hook(f"{_SCHEDULER}.unload_lora_adapter", "after", lifecycle.after_unload_adapter,
          "drop what was compiled under the adapter", ("self", "recv_req")),
@@ -83,8 +85,11 @@ def table() -> HookTable:
 def activate() -> None:
     """Called by SGLang in every process that loads plugins. Does nothing unless HYPIC_ENABLED=1."""
     if from_env().enabled:
-        http.prepare()
         table().register()
+        try:
+            http.prepare()
+        except Exception as e:  # SGLang would only log it; the start-up check stops the server
+            table().note(f"the HTTP front end: {e}")
 
 
 def require_applied() -> None:

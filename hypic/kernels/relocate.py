@@ -171,7 +171,7 @@ def _blocks(
 
 
 def rotate(k: Tensor, shift: int, table: Tensor, rotary_dim: int, is_neox: bool, scale: float) -> Tensor:
-    """K [n, H, D] at local positions -> K at local positions + shift."""
+    """K [n, H, D] at local positions -> K at local positions + shift. Arguments as in :func:`relocate_interiors`."""
     if shift == 0:
         return k
     cos, sin = (table[abs(shift)].float() / scale).chunk(2)

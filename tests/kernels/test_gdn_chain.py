@@ -86,6 +86,22 @@ def test_pools_in_bf16_are_rounded_once(target: Target) -> None:
     check(case, target, *rag(case), tol=1e-2)
 
 
+def test_model_in_bf16(target: Target) -> None:
+    """Projections, parameters and outputs in bf16, as on a GPU: only the output is rounded."""
+    case = Case(Heads(), tokens=26, device=target.device)
+    case.x, case.a, case.b = case.x.bfloat16(), case.a.bfloat16(), case.b.bfloat16()
+    case.layer |= {name: case.layer[name].bfloat16() for name in ("conv_weight", "conv_bias", "dt_bias")}
+    rows, slot, fresh = rag(case)
+    for s in slot:
+        case.fill_slot(s)
+    out_truth, conv_truth, ssm_truth = case.chain_truth(rows, slot, fresh)
+    out = torch.full((26, case.heads.hv, case.heads.dv), float("nan"), dtype=torch.bfloat16, device=case.device)
+    gdn_chain(case.x, case.a, case.b, plan=case.chain_plan(rows, slot, fresh), **case.chain_args(out), **target.dots)
+    assert_close(out, out_truth, 5e-3)
+    assert_close(case.conv_pool, conv_truth, 2e-5)
+    assert_close(case.ssm_pool, ssm_truth, 2e-5)
+
+
 def test_no_rows(target: Target) -> None:
     case = Case(Heads(), tokens=3, device=target.device)
     check(case, target, [], [], [])
@@ -99,3 +115,5 @@ def test_wrong_shapes_are_refused() -> None:
         gdn_chain(case.x, case.a, case.b, plan=case.chain_plan([], [], []), **args)
     with pytest.raises(ValueError, match="own"):
         case.chain_plan([[ChainItem(0, 1, 0, 4)]], [0], [True])
+    with pytest.raises(ValueError, match="multiple of 16"):
+        case.chain_plan([[ChainItem(0, 1, 8, 3)]], [0], [True])

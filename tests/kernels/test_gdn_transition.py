@@ -174,5 +174,7 @@ def test_wrong_shapes_are_refused(target: Target) -> None:
         run(case, target, (k, v[:3], g, beta), [0, 4], [0], [True])
     with pytest.raises(ValueError, match="decreases"):
         TransitionPlan.build(cu=[0, 4, 2], blob=[0, 0], first=[True, True], device="cpu")
+    with pytest.raises(ValueError, match="multiples of 16"):
+        TransitionPlan.build(cu=[0, 4], blob=[4], first=[True], device="cpu")
     with pytest.raises(ValueError, match="seq_skip"):
         inputs_plan(case, [0], [3], [True], [4])

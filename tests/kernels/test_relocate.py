@@ -205,6 +205,8 @@ def test_wrong_numbers_are_refused(target: Target) -> None:
     pools = Pools(Rope(), [3], target)
     with pytest.raises(ValueError, match="2 slots for 3"):
         InteriorPlan.build(blob_kv=[0], count=[3], slots=[1, 2], device="cpu")
+    with pytest.raises(ValueError, match="multiples of 16"):
+        InteriorPlan.build(blob_kv=[8], count=[1], slots=[1], device="cpu")
     with pytest.raises(ValueError, match="rotary tables"):
         pools.relocate([5], [table(8, 1.0)])
     with pytest.raises(ValueError, match="V pools"):

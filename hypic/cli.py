@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from hypic.commands.bench import bench
 from hypic.commands.serve import PASS_FLAGS_ON, serve
 
 app = typer.Typer(
@@ -15,11 +16,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("serve", context_settings=PASS_FLAGS_ON)(serve)
-
-
-@app.callback()
-def _group() -> None:
-    """Keeps subcommand names in place while there is only one subcommand."""
+app.command("bench", context_settings=PASS_FLAGS_ON)(bench)
 
 
 def main() -> None:

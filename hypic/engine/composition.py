@@ -14,7 +14,7 @@ from hypic.kernels.gdn_inputs import InputsPlan, gdn_inputs
 from hypic.kernels.gdn_transition import TransitionPlan, gdn_transition
 
 COMPOSITION_TOLERANCE = 2e-3
-"""Bound on the composed state's error relative to the largest entry (fp32 arithmetic; 16-bit parameters stay exact)."""
+"""Bound on the composed state's error relative to the largest entry, in IEEE float32."""
 
 _SEAM, _INTERIOR, _QUERY = 8, 70, 5
 
@@ -73,7 +73,10 @@ def _layer_error(layer: Any, shape: LinearShape) -> float:
         state = pools()
         plan = ChainPlan.build(rows=[items], slot=[0], fresh=[True], conv_width=width, device=device)
         out = x.new_zeros(total, shape.heads, shape.d_v)
-        gdn_chain(x, a, b, **params, **state, arena=arena, **offsets, c_off=one.conv_offset(0), plan=plan, out=out)
+        gdn_chain(
+            x, a, b, **params, **state, arena=arena, **offsets,
+            c_off=one.conv_offset(0), plan=plan, out=out, precision="ieee",
+        )  # fmt: skip
         return state["ssm_pool"]
 
     whole = chain([ChainItem(0, total)])
@@ -89,7 +92,7 @@ def _layer_error(layer: Any, shape: LinearShape) -> float:
     )
     k, v, g, beta = gdn_inputs(x, a, b, **params, conv_pool=pools()["conv_pool"], plan=inputs)
     plan = TransitionPlan.build(cu=[0, len(k)], blob=[0], first=[True], device=device)
-    gdn_transition(k, v, g, beta, arena=arena, **offsets, plan=plan)
+    gdn_transition(k, v, g, beta, arena=arena, **offsets, plan=plan, precision="ieee")
     window = slice(_SEAM + _INTERIOR - shape.conv_width, _SEAM + _INTERIOR)
     tail = x[window].t().to(getattr(torch, shape.conv_dtype)).contiguous()
     at = one.conv_offset(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -105,11 +106,15 @@ def _child(name: str, workload_json: str, argv: list[str]) -> None:
 
     load_plugins()
     from sglang.srt.entrypoints.engine import Engine
-    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.server_args import ServerArgs
 
     from hypic.bench import measure
 
-    server_args: Any = prepare_server_args(argv)
+    parser = argparse.ArgumentParser(prog="hypic bench")
+    ServerArgs.add_cli_args(parser)
+    flags = parser.parse_args(argv)
+    flags.enable_multimodal = False  # prompts are token ids of text; a vision tower would only take memory
+    server_args: Any = ServerArgs.from_cli_args(flags)
     engine = Engine(server_args=server_args)
     try:
         timings = measure(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from hypic.commands.bench import bench
+from hypic.commands.demo import demo
 from hypic.commands.serve import PASS_FLAGS_ON, serve
 
 app = typer.Typer(
@@ -17,6 +18,7 @@ app = typer.Typer(
 )
 app.command("serve", context_settings=PASS_FLAGS_ON)(serve)
 app.command("bench", context_settings=PASS_FLAGS_ON)(bench)
+app.command("demo", context_settings=PASS_FLAGS_ON)(demo)
 
 
 def main() -> None:

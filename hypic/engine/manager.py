@@ -248,7 +248,7 @@ class LinkManager:
                     self.metrics.compiled(state.length, time.perf_counter() - state.started)
                 else:
                     self._fail(req)
-            elif isinstance(state, Link) and state.state is LinkState.ADMITTED and (req.output_ids or req.finished()):
+            elif isinstance(state, Link) and state.state is LinkState.ADMITTED and (req.finished() or _prefilled(req, state)):
                 self.finish(req)
 
     def _fail(self, compile_req: Any) -> None:
@@ -356,6 +356,11 @@ class LinkManager:
     @property
     def compiling(self) -> int:
         return len(self._inflight)
+
+
+def _prefilled(req: Any, link: Link) -> bool:
+    """Whether the last chunk of a linked prompt was launched. (Output proves nothing: a retracted request has some.)"""
+    return link.layout is None or req.extend_range.end >= link.layout.total
 
 
 def _alive(scheduler: Any) -> set[int]:

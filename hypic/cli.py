@@ -6,6 +6,7 @@ import typer
 
 from hypic.commands.bench import bench
 from hypic.commands.demo import demo
+from hypic.commands.doctor import doctor
 from hypic.commands.serve import PASS_FLAGS_ON, serve
 
 app = typer.Typer(
@@ -19,6 +20,7 @@ app = typer.Typer(
 app.command("serve", context_settings=PASS_FLAGS_ON)(serve)
 app.command("bench", context_settings=PASS_FLAGS_ON)(bench)
 app.command("demo", context_settings=PASS_FLAGS_ON)(demo)
+app.command("doctor", context_settings=PASS_FLAGS_ON)(doctor)
 
 
 def main() -> None:

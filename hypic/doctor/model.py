@@ -1,0 +1,187 @@
+"""A model by its config: can hypic serve it, how large are its artifacts, how many fit. Loads no weights.
+
+The rules are those of ``engine.model`` and ``engine.relocation``, which read the loaded model and have the last word.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from pathlib import Path
+from typing import Any
+
+from hypic.artifact.arena import align
+from hypic.artifact.layout import ArtifactLayout, FullShape, Header, LinearShape, encode_header, token_bytes
+from hypic.config import HypicConfig
+from hypic.doctor.findings import LayerFamily, ModelFinding, SegmentSize
+
+SEGMENT_TOKENS = (512, 2048, 8192)
+
+_ROPE_BY_LENGTH = ("longrope", "dynamic", "su")
+"""Kinds of RoPE whose angles depend on the length of the sequence."""
+
+
+def examine(finding: ModelFinding, server_args: Any, config: HypicConfig, free: int, on_cpu: bool) -> None:
+    """Fill in ``finding``.
+
+    Args:
+        server_args: SGLang's ServerArgs for the model and flags in question.
+        free: bytes of device memory that are free now.
+        on_cpu: the server would run in CPU mode.
+    """
+    from sglang.srt.configs.model_config import ModelConfig
+
+    model = ModelConfig.from_server_args(server_args)
+    architecture = model.hf_config.architectures[0]
+    finding.architecture, finding.dtype = architecture, str(model.dtype).removeprefix("torch.")
+    finding.tp_size, finding.seam_window = server_args.tp_size, config.seam_window
+    finding.tested = architecture in _tested()
+    finding.problems += _objections(model)
+    if finding.problems:
+        return
+    layout = read_layout(model, server_args)
+    finding.families = _families(layout)
+    if (linear := layout.linear) is not None:
+        n = len(linear.layer_ids)
+        finding.transition_bytes, finding.state_bytes = n * layout.t_layer, n * layout.s_layer
+        finding.conv_bytes = n * layout.conv_layer
+    finding.token_bytes = layout.kv_token_bytes
+    weights = _weight_bytes(Path(server_args.model_path)) // server_args.tp_size
+    finding.arena_bytes, finding.arena_source = _arena(config, free, weights, on_cpu)
+    for tokens in SEGMENT_TOKENS:
+        nbytes = artifact_bytes(layout, model, server_args, config, tokens)
+        fit = finding.arena_bytes // nbytes
+        finding.segments.append(SegmentSize(tokens=tokens, bytes=nbytes, fit=fit))
+
+
+def _tested() -> tuple[str, ...]:
+    from hypic.check.oracle import ARCHITECTURES
+
+    return ARCHITECTURES
+
+
+def _objections(model: Any) -> list[str]:
+    """Why the model cannot be linked, as far as its config tells."""
+    from sglang.srt.configs.model_config import AttentionArch
+    from sglang.srt.models.registry import ModelRegistry
+
+    found = []
+    architecture = model.hf_config.architectures[0]
+    cls, name = ModelRegistry.resolve_model_cls(model.hf_config.architectures)
+    if name != architecture:
+        found.append(f"SGLang has no model class {architecture} and would fall back to {name}")
+    if backend := _foreign_linear_attention(model):
+        found.append(f"linear attention of {backend}: only gated delta networks (GDNAttnBackend) so far")
+    if model.attention_arch == AttentionArch.MLA:
+        found.append("multi-head latent attention: only plain K and V so far")
+    windowed = model.sliding_window_size is not None and (
+        hasattr(cls, "get_attention_sliding_window_size") or model.is_hybrid_swa
+    )
+    if model.is_hybrid_swa or windowed or model.attention_chunk_size is not None:
+        found.append("sliding-window attention: an interior cannot attend beyond its segment's window")
+    text = model.hf_text_config
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
+    if kind in _ROPE_BY_LENGTH:
+        found.append(f"RoPE of type {kind!r}: its angles depend on the sequence length, not on the position alone")
+    if getattr(text, "dual_chunk_attention_config", None):
+        found.append("dual chunk attention: its rotation depends on the chunk, not on the position alone")
+    if not model.is_generation:
+        found.append("not a generative model: there is no prefill to link")
+    return found
+
+
+def _foreign_linear_attention(model: Any) -> str | None:
+    """Name of the backend that SGLang takes for the model's linear layers, if it is not that of gated delta networks."""
+    from sglang.srt.configs import hybrid_arch
+
+    if hybrid_arch.hybrid_gdn_config(model) is not None:
+        return None
+    if hybrid_arch.mamba2_config(model) is not None:
+        return "Mamba2AttnBackend or a short convolution"
+    if hybrid_arch.kimi_linear_config(model) is not None:
+        return "KDAAttnBackend"
+    if hybrid_arch.hybrid_lightning_config(model) is not None:
+        return "LightningAttentionBackend"
+    if (spec := hybrid_arch.linear_attn_model_spec(model)) is not None:
+        return str(spec.backend_class_name).rpartition(".")[2]
+    return None
+
+
+def read_layout(model: Any, server_args: Any) -> ArtifactLayout:
+    """The artifact layout of one rank, from SGLang's ModelConfig (``engine.model.read_layout`` has it from the pools)."""
+    from sglang.srt.configs.hybrid_arch import hybrid_gdn_config
+    from sglang.srt.runtime_context import get_parallel
+
+    tp, linear = server_args.tp_size, None
+    layers = range(model.num_hidden_layers)
+    if (hybrid := hybrid_gdn_config(model)) is not None:
+        with get_parallel().override(attn_tp_size=tp):
+            params = hybrid.mamba2_cache_params
+        ((channels, width),) = params.shape.conv
+        heads, d_v, d_k = params.shape.temporal
+        linear = LinearShape(
+            layer_ids=tuple(params.layers),
+            heads=heads,
+            d_k=d_k,
+            d_v=d_v,
+            conv_channels=channels,
+            conv_width=width,
+            conv_dtype=str(params.dtype.conv).removeprefix("torch."),
+        )
+        layers = hybrid.full_attention_layer_ids
+    full = FullShape(
+        layer_ids=tuple(layers),
+        heads=model.get_num_kv_heads(tp),
+        d_k=model.head_dim,
+        d_v=model.v_head_dim,
+        dtype=str(model.dtype).removeprefix("torch."),
+    )
+    return ArtifactLayout(linear, full if layers else None)
+
+
+def _families(layout: ArtifactLayout) -> list[LayerFamily]:
+    out = []
+    if (linear := layout.linear) is not None:
+        shape = f"{linear.heads} heads, d_k {linear.d_k}, d_v {linear.d_v}, convolution over {linear.conv_width + 1}"
+        out.append(LayerFamily(family="gated delta network", layers=len(linear.layer_ids), shape=shape))
+    if (full := layout.full) is not None:
+        shape = f"{full.heads} KV heads of {full.d_k}"
+        out.append(LayerFamily(family="full attention", layers=len(full.layer_ids), shape=shape))
+    return out
+
+
+def artifact_bytes(layout: ArtifactLayout, model: Any, server_args: Any, config: HypicConfig, tokens: int) -> int:
+    """Bytes that the artifact of a segment takes in the arena of one rank, header included."""
+    from hypic.engine.keys import METHOD, model_fingerprint
+
+    fingerprint = model_fingerprint(server_args.model_path, model.hf_config, server_args.load_format)
+    header = Header(
+        fingerprint=f"{fingerprint}+0",
+        method=METHOD,
+        seam_window=config.seam_window,
+        adapter="",
+        tp_rank=0,
+        tp_size=server_args.tp_size,
+        linear=layout.linear,
+        full=layout.full,
+        tokens=token_bytes(array("q", [0]) * tokens),
+    )
+    return align(len(encode_header(header)) + layout.payload_bytes(max(tokens - config.seam_window, 0)))
+
+
+def _arena(config: HypicConfig, free: int, weights: int, on_cpu: bool) -> tuple[int, str]:
+    """Size of the arena, and where that figure is from."""
+    from hypic.engine.lifecycle import CPU_ARENA_BYTES, GPU_ARENA_SHARE
+
+    if config.memory:
+        return config.memory, "--hypic-memory"
+    if on_cpu:
+        return CPU_ARENA_BYTES, "the default on a CPU; --hypic-memory sets it"
+    share = f"{GPU_ARENA_SHARE:.0%} of what will be free once the weights are loaded"
+    return math.floor(max(free - weights, 0) * GPU_ARENA_SHARE), f"an estimate: {share}; --hypic-memory sets it"
+
+
+def _weight_bytes(folder: Path) -> int:
+    """Bytes of a local model's weight files; 0 where they are not there yet."""
+    return sum(f.stat().st_size for f in folder.glob("*.safetensors")) if folder.is_dir() else 0

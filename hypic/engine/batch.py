@@ -14,7 +14,7 @@ from hypic.engine.request import Compile, Link
 from hypic.kernels.gdn_chain import ChainItem
 from hypic.plan import NO_ARTIFACT, LinkLayout, Run
 
-CHAIN_LIMIT = 32
+CHAIN_LIMIT = 128
 """A run of at most this many tokens goes through the seam-chain kernel; a longer one through SGLang's chunked kernel."""
 
 

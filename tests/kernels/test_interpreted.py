@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from cases import INTERPRETED
 
 HERE = Path(__file__).parent
@@ -15,6 +16,7 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process it would start")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run compiled, on the GPU")
 def test_triton_kernels_under_the_interpreter() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE)],

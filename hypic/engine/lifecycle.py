@@ -204,6 +204,17 @@ def after_new_weights(_: Any, worker: Any, *__: Any, **___: Any) -> None:
         listener()
 
 
+def get_token_ids_logprobs(
+    original: Callable[..., Any],
+    logprobs: torch.Tensor,
+    token_ids_logprobs: list[list[int] | None],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Rows that asked for nothing (compile requests among them) get an empty tensor, which SGLang can convert, not a list."""
+    return original(logprobs, [ids or [] for ids in token_ids_logprobs], *args, **kwargs)
+
+
 def stream_output(
     original: Callable[..., None], streamer: Any, reqs: list[Any], return_logprob: bool, skip_req: Any = None
 ) -> None:

@@ -248,7 +248,11 @@ class LinkManager:
                     self.metrics.compiled(state.length, time.perf_counter() - state.started)
                 else:
                     self._fail(req)
-            elif isinstance(state, Link) and state.state is LinkState.ADMITTED and (req.finished() or _prefilled(req, state)):
+            elif (
+                isinstance(state, Link)
+                and state.state is LinkState.ADMITTED
+                and (req.finished() or _prefilled(req, state))
+            ):
                 self.finish(req)
 
     def _fail(self, compile_req: Any) -> None:

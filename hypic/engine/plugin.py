@@ -68,6 +68,9 @@ SCHEDULER_HOOKS: tuple[Hook, ...] = (
          "natural positions; carry the run plan to the forward pass", ("batch", "model_runner")),
     Hook(f"{_RUNNER}.forward", "around", forward.forward,
          "interiors in, attention by the run plan, artifacts out", ("self", "forward_batch")),
+    Hook("sglang.srt.layers.logprob_processor.get_token_ids_logprobs", "around", lifecycle.get_token_ids_logprobs,
+         "SGLang dies of a batch in which only some ask for token_ids_logprob; compile requests never do",
+         ("logprobs", "token_ids_logprobs")),
 )  # fmt: skip
 
 

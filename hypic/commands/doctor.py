@@ -85,6 +85,7 @@ def examine(args: list[str], config: HypicConfig) -> Findings:
 
 
 def _model(argv: list[str], path: str, config: HypicConfig, found: Findings, cpu: bool) -> ModelFinding:
+    """The model that ``argv`` names; marks in ``found`` the refused flags that ``argv`` holds."""
     from sglang.srt.server_args import prepare_server_args
 
     from hypic.doctor.findings import ModelFinding

@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import sys
+from pathlib import Path
 
 from hypic.doctor.findings import HookFinding, Platform, RefusedFlag, Version
 from hypic.engine.hook import SUPPORTED_SGLANG, HookTable, find_problem, is_applied
@@ -43,17 +44,23 @@ def _version(package: str) -> str | None:
 def machine(cpu: bool) -> Platform:
     """The device that ``hypic serve`` would take here."""
     if cpu:
-        import psutil
-
-        memory = psutil.virtual_memory()
-        text = f"{os.cpu_count()} cores, {platform.machine()}; SGLang through hypic's CPU platform, float32"
-        return Platform(mode="cpu", description=text, memory_total=memory.total, memory_free=memory.available)
+        memory = _host_memory()
+        text = f"{os.cpu_count()} cores, {platform.machine()}; SGLang through hypic's CPU platform"
+        return Platform(
+            mode="cpu", description=text, memory_total=memory["MemTotal"], memory_free=memory["MemAvailable"]
+        )
     import torch
 
     free, total = torch.cuda.mem_get_info()
     count = torch.cuda.device_count()
     text = f"{count} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
     return Platform(mode="gpu", description=text, memory_total=total, memory_free=free)
+
+
+def _host_memory() -> dict[str, int]:
+    """Entries of /proc/meminfo in bytes."""
+    entries = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    return {name.rstrip(":"): int(kib) * 1024 for name, kib, *_ in entries}
 
 
 def apply_hooks(cpu: bool) -> list[HookTable]:

@@ -14,6 +14,7 @@ from hypic.artifact.arena import align
 from hypic.artifact.layout import ArtifactLayout, FullShape, Header, LinearShape, encode_header, token_bytes
 from hypic.config import HypicConfig
 from hypic.doctor.findings import LayerFamily, ModelFinding, SegmentSize
+from hypic.engine.support import check_server_args
 
 SEGMENT_TOKENS = (512, 2048, 8192)
 
@@ -28,9 +29,12 @@ def examine(finding: ModelFinding, server_args: Any, config: HypicConfig, free: 
         server_args: SGLang's ServerArgs for the model and flags in question.
         free: bytes of device memory that are free now.
         on_cpu: the server would run in CPU mode.
+    Raises:
+        Unsupported: a flag that hypic refuses.
     """
     from sglang.srt.configs.model_config import ModelConfig
 
+    check_server_args(server_args)
     model = ModelConfig.from_server_args(server_args)
     architecture = model.hf_config.architectures[0]
     finding.architecture, finding.dtype = architecture, str(model.dtype).removeprefix("torch.")

@@ -1,0 +1,179 @@
+"""``hypic doctor``: right about the installed SGLang, loud about a hook that does not fit, honest about models."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hypic.check.tiny_models import NAMES
+from hypic.commands.doctor import _model
+from hypic.config import HypicConfig
+from hypic.doctor import installation
+from hypic.doctor.findings import Findings, ModelFinding
+from hypic.engine.hook import SUPPORTED_SGLANG, Hook, HookTable
+from hypic.engine.support import REFUSALS
+
+SECONDS = 240
+
+
+def run(code: str, *args: str) -> tuple[int, dict[str, Any]]:
+    """Run Python in a fresh process, as plugins are loaded once in each; what it printed must be one JSON object."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("HYPIC_")}
+    command = [sys.executable, "-c", code, *args]
+    out = subprocess.run(
+        command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, env=environ, timeout=SECONDS, check=False
+    )
+    return out.returncode, json.loads(out.stdout)
+
+
+DOCTOR = "import sys; from hypic.cli import app; app(['doctor', *sys.argv[1:], '--json'])"
+BREAK_A_HOOK = """\
+from hypic.engine import plugin
+from hypic.engine.hook import Hook
+gone = Hook("sglang.srt.managers.scheduler.Scheduler.no_such_method", "after", print, "a test", ("self",))
+plugin.SCHEDULER_HOOKS = (*plugin.SCHEDULER_HOOKS, gone)
+"""
+
+
+@pytest.fixture
+def config_only(tiny_model: Callable[[str], Path], tmp_path: Path) -> Path:
+    """A model's folder without its weights."""
+    source, target = tiny_model("qwen35"), tmp_path / "qwen35"
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"))
+    return target
+
+
+def test_everything_fits_the_installed_sglang(config_only: Path) -> None:
+    code, found = run(DOCTOR, str(config_only))
+    assert code == 0 and found["problems"] == []
+    assert {"name": "sglang", "version": SUPPORTED_SGLANG, "problem": None} in found["versions"]
+    assert found["platform"]["mode"] == "cpu" and found["platform"]["memory_free"] > 0
+    hooks = found["hooks"]
+    assert {h["table"] for h in hooks} == {"hypic", "hypic_cpu"}
+    targets = {h["target"] for h in hooks}
+    assert "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request" in targets, "the HTTP half"
+    assert "sglang.srt.model_executor.model_runner.ModelRunner.forward" in targets
+    assert all(h["reason"] and h["problem"] is None for h in hooks)
+    assert [r["flag"] for r in found["refused_flags"]] == [r.flag for r in REFUSALS]
+    assert [f["family"] for f in found["model"]["families"]] == ["gated delta network", "full attention"]
+
+
+def test_broken_hook_fails_and_is_named() -> None:
+    code, found = run(BREAK_A_HOOK + DOCTOR)
+    assert code == 1
+    (broken,) = (h for h in found["hooks"] if h["problem"] is not None)
+    assert broken["target"].endswith("Scheduler.no_such_method") and "not found" in broken["problem"]
+    assert found["problems"] == [broken["problem"]]
+
+
+def test_hook_with_other_arguments_and_hook_not_applied() -> None:
+    target = "sglang.srt.utils.common.is_cuda"
+    table = HookTable("test", [Hook(target, "after", len, "a test", ("gadget",)), Hook(target, "after", len, "a test")])
+    arguments, unapplied = installation.hook_findings(table)
+    assert arguments.problem is not None and "expected arguments (gadget" in arguments.problem
+    assert unapplied.problem == f"{target}: not applied"
+    assert any("did not run the plugin" in p for p in installation.table_problems(table))
+
+
+def test_other_sglang_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installation, "_version", {"sglang": "0.5.16", "torch": "2.13.0"}.get)
+    problems = {v.name: v.problem for v in installation.versions()}
+    assert problems["sglang"] == f"hypic supports {SUPPORTED_SGLANG}"
+    assert problems["torch"] is None and problems["triton"] is None
+    assert "not installed" in str(problems["transformers"])
+
+
+# ---------------------------------------------------------------------- models
+
+
+def examine(path: Path | str, *flags: str, memory: int = 0) -> ModelFinding:
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    found = Findings(supported_sglang=SUPPORTED_SGLANG, versions=[], refused_flags=installation.refused_flags())
+    found.platform = installation.machine(cpu=True)
+    config = HypicConfig(enabled=True, memory=memory)
+    model = _model(["--model-path", str(path), *flags], str(path), config, found, cpu=True)
+    given = [r.flag for r in found.refused_flags if r.given]
+    assert given == [flag for flag in flags if flag in given], "flags are marked that were not given"
+    assert bool(given) == any("does not work with these flags" in p for p in model.problems)
+    return model
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tiny_models_are_supported(name: str, tiny_model: Callable[[str], Path]) -> None:
+    model = examine(tiny_model(name))
+    assert model.problems == [] and model.tested and model.dtype == "float32"
+    layers = {f.family: f.layers for f in model.families}
+    full = {"qwen35": 1, "llama": 4, "qwen3": 4}.get(name, 2)
+    assert layers.get("full attention") == full and layers.get("gated delta network", 0) == 4 - full
+    heads, d_k, d_v, channels = 4, 32, 16 if name == "qwen35_dk" else 32, 2 * 2 * 32 + 4 * (32, 16)[name == "qwen35_dk"]
+    assert model.transition_bytes == (4 - full) * heads * d_k * d_k * 4
+    assert model.state_bytes == (4 - full) * heads * d_v * d_k * 4
+    assert model.conv_bytes == (4 - full) * channels * 3 * 4
+    head_dim = 32 if full == 4 else 64
+    assert model.token_bytes == full * 2 * 2 * head_dim * 4
+    fixed = model.transition_bytes + model.state_bytes + model.conv_bytes
+    for segment in model.segments:
+        payload = fixed + (segment.tokens - model.seam_window) * model.token_bytes
+        assert payload < segment.bytes < payload + 8 * segment.tokens + 2048, "payload, then ids and a small header"
+        assert segment.fit == model.arena_bytes // segment.bytes > 0
+
+
+def test_plan_follows_memory_and_ranks(tiny_model: Callable[[str], Path]) -> None:
+    one, two = (examine(tiny_model("qwen3next"), "--tp-size", n, memory=64 << 20) for n in "12")
+    assert one.arena_bytes == two.arena_bytes == 64 << 20 and one.arena_source == "--hypic-memory"
+    assert (two.transition_bytes, two.token_bytes) == (one.transition_bytes // 2, one.token_bytes // 2)
+    assert two.segments[0].fit > one.segments[0].fit
+
+
+def test_refused_flags_are_named(tiny_model: Callable[[str], Path]) -> None:
+    model = examine(tiny_model("qwen3"), "--kv-cache-dtype", "fp8_e5m2", "--enable-memory-saver")
+    (problem,) = model.problems
+    assert "--kv-cache-dtype: " in problem and "--enable-memory-saver: " in problem
+
+
+def config(tmp_path: Path, kind: str, architecture: str, **fields: Any) -> Path:
+    """The folder of a model that has nothing but a config."""
+    import transformers
+
+    made = getattr(transformers, kind)(architectures=[architecture], **fields)
+    made.save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "fields", "reason"),
+    [
+        ("Gemma2Config", "Gemma2ForCausalLM", {}, "sliding-window attention"),
+        ("FalconH1Config", "FalconH1ForCausalLM", {}, "Mamba2AttnBackend"),
+        ("DeepseekV3Config", "DeepseekV3ForCausalLM", {}, "multi-head latent attention"),
+        (
+            "Qwen3Config",
+            "Qwen3ForCausalLM",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "RoPE of type 'dynamic'",
+        ),
+        ("LlamaConfig", "NoSuchForCausalLM", {}, "no model class NoSuchForCausalLM"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value.endswith("CausalLM") else "",
+)
+def test_unsupported_models_are_refused_with_the_reason(
+    kind: str, architecture: str, fields: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    model = examine(config(tmp_path, kind, architecture, **fields))
+    assert any(reason in problem for problem in model.problems), model.problems
+    assert model.families == [] and model.segments == []
+
+
+def test_missing_model_is_a_problem_not_a_crash(tmp_path: Path) -> None:
+    (problem,) = examine(tmp_path / "nothing").problems
+    assert problem.startswith("SGLang cannot serve it: ")

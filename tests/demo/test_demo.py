@@ -1,0 +1,204 @@
+"""``make demo``: once for real, and what it says and does when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hypic.cli import app
+from hypic.demo import DemoError
+from hypic.demo import run as demo_run
+from hypic.demo.client import ChatAnswer, Step
+from hypic.demo.scenario import DemoResult, RequestRow, distance, load_documents, prompts
+from hypic.demo.scenario import _row as row_of
+from hypic.demo.server import ServerError, free_port, running
+from hypic.report import Report, SpanReport
+
+SECONDS = 600
+"""A minute on two idle cores; they may be shared with much else."""
+
+
+@pytest.fixture(scope="module")
+def result() -> dict[str, Any]:
+    command = [sys.executable, "-m", "hypic.demo", "--json"]
+    out = subprocess.run(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, timeout=SECONDS, check=False)
+    assert out.returncode == 0, out.stdout.decode()
+    return json.loads(out.stdout)
+
+
+def test_every_request_is_served_as_promised(result: dict[str, Any]) -> None:
+    documents = len(load_documents())
+    rows = {row["name"]: row for row in result["requests"]}
+    full, cold, *warm = list(rows.values())[:5]
+    assert [row["name"] for row in warm] == ["the same again", "in another order", "new head and question"]
+    assert all(row["ttft_ms"] > 0 and not row["problems"] for row in rows.values())
+    assert full["recomputed"] == full["prompt_tokens"] > 3000 and not full["outcomes"]
+    for row in (cold, *list(rows.values())[5:]):
+        assert row["outcomes"] == ["compiled"] * documents
+        assert row["cached_tokens"] == row["reused_radix"] == row["reused_artifacts"] == 0
+        assert 0.9 * row["prompt_tokens"] < row["compiled"] < row["prompt_tokens"]
+    for row in warm:
+        assert row["outcomes"] == ["hit_device"] * documents and row["compiled"] == 0
+        assert row["cached_tokens"] == row["reused_artifacts"] > 0.9 * row["prompt_tokens"]
+        assert row["recomputed"] == row["prompt_tokens"] - row["reused_artifacts"]
+
+
+def test_answers_are_those_of_a_cold_server_and_of_the_oracle(result: dict[str, Any]) -> None:
+    compared = [row for row in result["requests"] if row["delta"] is not None] + result["checks"]
+    assert [c["name"] for c in result["checks"]] == ["P1", "P4"] and len(compared) == 5
+    assert all(row["delta"] <= result["tolerance"] == 1e-4 and row["compared"] > 100 for row in compared)
+
+
+def test_documents_are_whole_and_orders_differ() -> None:
+    documents = load_documents()
+    assert 6 <= len(documents) <= 10 and all(200 < len(d.split()) < 320 for d in documents)
+    first, permuted, other = prompts(documents)
+    orders = [tuple(p.documents) for p in (first, permuted, other)]
+    assert len(set(orders)) == 3 and {frozenset(o) for o in orders} == {frozenset(documents)}
+    assert first.head == permuted.head != other.head and first.question == permuted.question != other.question
+
+
+# ---------------------------------------------------------------------- judging
+
+
+def test_distance() -> None:
+    a = [{"x": -1.0, "y": -2.0}, {"x": -1.0, "z": -5.0}, {"x": 0.0}]
+    assert distance(a, a, [("x", "x")] * 3) == (0.0, 5)
+    b = [{"x": -1.5, "y": -2.0}, {"x": -1.0, "w": -4.0}, {"x": -9.0}]
+    assert distance(a, b, [("x", "x"), ("x", "y"), ("x", "x")]) == (1.0, 3), (
+        "w is above all that a lists; then they part"
+    )
+    assert distance(a, b, [("x", "y"), ("x", "x"), ("x", "x")]) == (0.5, 2)
+    assert distance([{"x": math.nan}], [{"x": 0.0}], [("x", "x")])[0] == math.inf
+
+
+def answer(outcomes: list[str], cached: int, **totals: int) -> ChatAnswer:
+    spans = [SpanReport(kind="segment", start=8 * i, tokens=8, outcome=o) for i, o in enumerate(outcomes)]  # type: ignore[arg-type]
+    report = Report(spans=spans, prompt_tokens=80, seam_window=8, method="seam", **totals)
+    return ChatAnswer(0.1, [Step("x", {"x": -1.0})], cached, report)
+
+
+@pytest.mark.parametrize(
+    ("found", "complaint"),
+    [
+        (answer(["hit_device", "hit_radix"], 70, reused_artifacts=60, reused_radix=10), None),
+        (answer(["hit_device", "compiled"], 60, reused_artifacts=60), "1 x hit_device, 1 x compiled"),
+        (answer(["hit_device"], 60, reused_artifacts=60), "not 2 x hit_device or hit_radix"),
+        (answer(["hit_device"] * 2, 50, reused_artifacts=60), "cached_tokens 50"),
+        (answer(["hit_device"] * 2, 60, reused_artifacts=60, compiled=8), "8 compiled"),
+        (answer(["hit_device"] * 2, 0), "0 tokens reused"),
+    ],
+)
+def test_warm_request_must_hit(found: ChatAnswer, complaint: str | None) -> None:
+    problems = row_of("warm", found, 2, frozenset({"hit_device", "hit_radix"})).problems
+    assert (not problems) if complaint is None else any(complaint in p for p in problems)
+
+
+@pytest.mark.parametrize("outcomes", [{"compiled"}, set()])
+def test_cold_request_must_not_hit(outcomes: set[str]) -> None:
+    found = answer(["compiled"] * len(outcomes), 10, reused_radix=10)
+    assert row_of("cold", found, len(outcomes), frozenset(outcomes)).problems == ["10 tokens reused on an empty cache"]
+
+
+def outcome_of(monkeypatch: pytest.MonkeyPatch, outcome: DemoResult | Exception, *flags: str) -> Any:
+    def instead(*_: object) -> DemoResult:
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(demo_run, "run", instead)
+    return CliRunner().invoke(app, ["demo", *flags])
+
+
+def demo_result(problems: list[str]) -> DemoResult:
+    counts = dict(prompt_tokens=9, reused_radix=0, reused_artifacts=0, recomputed=9, compiled=0, cached_tokens=0)
+    row = RequestRow(name="warm", ttft_ms=1.0, outcomes=["compiled"], problems=problems, **counts)  # type: ignore[arg-type]
+    return DemoResult(model="m", random_weights=True, tolerance=1e-4, seconds=1.0, requests=[row], checks=[])
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_exit_code_says_whether_all_is_well(flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert outcome_of(monkeypatch, demo_result([]), *flags).exit_code == 0
+    bad = outcome_of(monkeypatch, demo_result(["a hit is missing"]), *flags)
+    assert bad.exit_code == 1 and "a hit is missing" in bad.stdout
+
+
+def test_what_goes_wrong_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = outcome_of(monkeypatch, DemoError("no server today"))
+    assert bad.exit_code == 2 and "hypic demo: no server today" in bad.output and "Traceback" not in bad.output
+    monkeypatch.undo()
+    bad = CliRunner().invoke(app, ["demo", "/nowhere"])
+    assert bad.exit_code == 2 and "/nowhere is not the folder of a model" in bad.output
+
+
+# ---------------------------------------------------------------------- the server's end
+
+STUBBORN = """\
+import http.server, os, signal, subprocess, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open(sys.argv[2], "w").write(f"{os.getpid()} {child.pid}")
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("number", "ends"),
+    [
+        (None, nullcontext()),
+        (signal.SIGTERM, pytest.raises(SystemExit)),
+        (signal.SIGINT, pytest.raises(KeyboardInterrupt)),
+    ],
+    ids=["done", "SIGTERM", "Ctrl-C"],
+)
+def test_server_and_its_children_are_stopped(
+    number: int | None, ends: AbstractContextManager[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a server that ignores being asked."""
+    monkeypatch.setattr("hypic.demo.server.STOP_SECONDS", 0.5)
+    port, pids, before = free_port(), tmp_path / "pids", signal.getsignal(signal.SIGTERM)
+    command = [sys.executable, "-c", STUBBORN, str(port), str(pids)]
+    with ends, running(command, port, tmp_path / "log") as server:
+        server.wait_until_ready()
+        mine = [int(pid) for pid in pids.read_text().split()]
+        assert len(mine) == 2 and all(alive(pid) for pid in mine)
+        if number is not None:
+            os.kill(os.getpid(), number)
+            time.sleep(5)
+    deadline = time.monotonic() + 5
+    while any(alive(pid) for pid in mine) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(alive(pid) for pid in mine)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_server_that_dies_shows_its_log(tmp_path: Path) -> None:
+    port = free_port()
+    command = [sys.executable, "-c", "import sys; sys.exit('no memory left')"]
+    with (
+        pytest.raises(ServerError, match=r"exit code 1(.|\n)*no memory left"),
+        running(command, port, tmp_path / "log") as server,
+    ):
+        server.wait_until_ready()

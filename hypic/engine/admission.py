@@ -217,9 +217,6 @@ def prepare_for_extend(original: Callable[..., None], batch: Any) -> None:
         if (state := compile_of(req)) is not None:
             plan.compiles[i] = CompileRow(state, req.req_pool_idx, begins[i], req.extend_range.end)
             _stop_tracking(batch, i, req)
-    if batch.return_logprob and plan.compiles and any(ids is not None for ids in batch.token_ids_logprobs):
-        # SGLang 0.5.17 cannot take a batch in which only some requests ask for token_ids_logprob.
-        batch.token_ids_logprobs = [[] if i in plan.compiles else ids for i, ids in enumerate(batch.token_ids_logprobs)]
     batch.hypic = plan or None
 
 

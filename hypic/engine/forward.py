@@ -70,6 +70,8 @@ def forward(original: Callable[..., Any], model_runner: Any, forward_batch: Any,
     finally:
         model_runner.attn_backend = native
     runtime.capture(plan)
+    for row in plan.batch.links.values():
+        row.link.joined |= row.last
     return result
 
 

@@ -78,7 +78,7 @@ class LinkManager:
         if link is None or not link.linked:
             add(self.scheduler, req, **kwargs)
             return
-        link.state, link.layout = LinkState.NEW, None
+        link.state, link.layout, link.joined = LinkState.NEW, None, False
         add(self.scheduler, req, **kwargs)
         if req not in self.scheduler.waiting_queue:
             return
@@ -251,7 +251,7 @@ class LinkManager:
             elif (
                 isinstance(state, Link)
                 and state.state is LinkState.ADMITTED
-                and (req.finished() or _prefilled(req, state))
+                and (req.finished() or state.joined or state.layout is None)
             ):
                 self.finish(req)
 
@@ -360,11 +360,6 @@ class LinkManager:
     @property
     def compiling(self) -> int:
         return len(self._inflight)
-
-
-def _prefilled(req: Any, link: Link) -> bool:
-    """Whether the last chunk of a linked prompt was launched. (Output proves nothing: a retracted request has some.)"""
-    return link.layout is None or req.extend_range.end >= link.layout.total
 
 
 def _alive(scheduler: Any) -> set[int]:

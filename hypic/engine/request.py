@@ -86,8 +86,8 @@ class Link:
     """Presented order of the current admission; None while nothing is to be joined (then SGLang's own path runs)."""
     reserved: Any = None
     """KV slots (int64 tensor) of natural positions [layout.hit, layout.reserve_end), once admitted."""
-    checkpoint: int | None = None
-    """Prompt position whose linear state goes to the radix tree (extra_buffer strategy)."""
+    joined: bool = False
+    """The forward pass of the last chunk was launched: the artifacts have been read, in stream order."""
     arrived: float = field(default_factory=time.perf_counter)
     reported: bool = False
     radix_hit: int = 0

@@ -146,7 +146,7 @@ class LinkManager:
         made = None if queued_before else self.store.reserve(self._space(missing[k], req) for k in reversed(missing))
         if made is None:
             alone = self.store.locked() == len(link.artifacts)
-            self._drop_locks(link)
+            self._start_over(link)
             if self._shrink(need, req, alone and not queued_before):
                 self.resolve(req)
                 return
@@ -279,8 +279,7 @@ class LinkManager:
         link = link_of(req)
         assert link is not None
         if any(a.stale for a in link.artifacts):
-            self._drop_locks(link)
-            link.state = LinkState.NEW
+            self._start_over(link)
         if link.state in (LinkState.NEW, LinkState.WAITING):
             self.resolve(req)
         elif link.state is LinkState.HELD:
@@ -306,6 +305,14 @@ class LinkManager:
         self._waiting.pop(id(req), None)
         self._drop_locks(link)
         link.state, link.reserved = LinkState.DONE, None
+
+    def _start_over(self, link: Link) -> None:
+        """Back to NEW: what was found may be gone by the next try, so its outcome is open again (until reported)."""
+        self._drop_locks(link)
+        link.state = LinkState.NEW
+        if not link.reported:
+            for s in link.linked:
+                s.outcome = None
 
     def _drop_locks(self, link: Link) -> None:
         for s in link.segments:

@@ -21,6 +21,9 @@ from hypic.report import Report
 TOLERANCE = 1e-4
 """Bound on differences of logprobs; the demo serves in float32 (DESIGN section 3)."""
 
+COLD = ", cold"
+"""Ends the names of requests that were sent again on an empty cache, to compare with."""
+
 NEW_TOKENS = 8
 _P1_TOKENS = 4
 _WATCHED = 4096
@@ -143,7 +146,7 @@ def run_requests(client: Client, documents: Sequence[str], say: Callable[[str], 
             row.problems.append(f"logprobs differ from the cold answer's by {row.delta:.1e}")
 
     client.flush_cache()
-    ask("nothing marked: full recompute", first, frozenset(), marked=False)
+    ask("nothing marked", first, frozenset(), marked=False)
     client.flush_cache()
     cold = ask("cold", first, _COMPILED)
     again = ask("the same again", first, _HIT)
@@ -153,7 +156,7 @@ def run_requests(client: Client, documents: Sequence[str], say: Callable[[str], 
         warm.append((name, prompt, ask(name, prompt, _HIT), rows[-1]))
     for name, prompt, answer, row in warm:
         client.flush_cache()
-        compare(row, answer, ask(f"{name}, cold", prompt, _COMPILED))
+        compare(row, answer, ask(name + COLD, prompt, _COMPILED))
     return rows
 
 
@@ -163,7 +166,7 @@ def _row(name: str, answer: ChatAnswer, marked: int, outcomes: frozenset[str]) -
     problems = []
     if len(found) != marked or not set(found) <= outcomes:
         wanted = " or ".join(sorted(outcomes)) or "none"
-        problems.append(f"segments {describe(found)}, not {marked} x {wanted}")
+        problems.append(f"segments {describe(found)}, not {marked} {wanted}")
     reused = report.reused_radix + report.reused_artifacts
     if answer.cached_tokens != reused:
         problems.append(f"cached_tokens {answer.cached_tokens}, but the report has {reused}")
@@ -192,7 +195,7 @@ def run_checks(client: Client, oracle: Any, documents: Sequence[str], say: Calla
         oracle: :class:`hypic.check.oracle.Oracle` of the served model.
     """
     say("P4: the oracle reads the prompts")
-    p4 = CheckRow(name="P4", what="warm answers against the oracle", delta=0.0, compared=0)
+    p4 = CheckRow(name="P4", what="the oracle", delta=0.0, compared=0)
     asked = [client.chat_tokens(p.messages(), NEW_TOKENS) for p in prompts(documents)]
     for answer in asked:
         found = segments(answer.report)
@@ -208,7 +211,7 @@ def run_checks(client: Client, oracle: Any, documents: Sequence[str], say: Calla
         rows = zip(truth.logprobs, answer.steps, strict=True)
         _absorb(p4, answer, [{token: float(row[token]) for token in step} for row, step in rows])
     say("P1: documents by themselves")
-    p1 = CheckRow(name="P1", what="one document at position 0 against full recompute", delta=0.0, compared=0)
+    p1 = CheckRow(name="P1", what="full recompute", delta=0.0, compared=0)
     _check_p1(client, asked[0], min(truth.logprobs.shape[1], _WATCHED), p1)
     for row in (p1, p4):
         if not row.delta <= TOLERANCE:
@@ -285,5 +288,5 @@ def _tokens(a: ChatAnswer, b: ChatAnswer) -> list[tuple[str, str]]:
 
 
 def describe(outcomes: Sequence[str]) -> str:
-    """``8 x hit_device``, in order of first appearance."""
-    return ", ".join(f"{n} x {name}" for name, n in Counter(outcomes).items()) or "none"
+    """``8 hit_device``, in order of first appearance."""
+    return ", ".join(f"{n} {name}" for name, n in Counter(outcomes).items()) or "none"

@@ -4,53 +4,65 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hypic.demo.scenario import CheckRow, DemoResult, RequestRow, describe
+from hypic.demo.scenario import COLD, CheckRow, DemoResult, RequestRow, describe
 
 _COLUMNS = (
     "request",
-    "TTFT ms",
-    "prompt",
-    "radix",
-    "artifacts",
-    "recomputed",
-    "compiled",
-    "segments",
-    "max |Δlogprob|",
+    "TTFT\nms",
+    "prompt\ntokens",
+    "\nradix",
+    "arti-\nfacts",
+    "recom-\nputed",
+    "com-\npiled",
+    "\nsegments",
+    "max\n|Δ|",
 )
-_LEFT = ("request", "segments")
+_LEFT = (0, 7)
 _MINUS = "-"
 
 
 def show(result: DemoResult, console: Console) -> None:
     """One row for each request, one for P1 and one for P4, and under them what the figures are."""
-    table = Table(
-        title="A prompt of documents through /v1/chat/completions", title_justify="left", caption=_caption(result)
-    )
-    table.caption_justify = "left"
-    for column in _COLUMNS:
-        table.add_column(column, justify="left" if column in _LEFT else "right")
-    for i, row in enumerate(result.requests):
-        table.add_row(*_request(row), end_section=i == len(result.requests) - 1)
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
+    for i, column in enumerate(_COLUMNS):
+        table.add_column(column, justify="left" if i in _LEFT else "right", no_wrap=True)
+    rows = _paired(result.requests)
+    for i, row in enumerate(rows):
+        table.add_row(*_request(row), end_section=i == len(rows) - 1)
     for check in result.checks:
         table.add_row(*_check(check))
     console.print(table)
+    console.print(Text(f"\n{_caption(result)}", style="dim"))
     for problem in result.problems:
         console.print(Text(f"wrong: {problem}", style="red"))
 
 
+def _paired(rows: Sequence[RequestRow]) -> list[RequestRow]:
+    """Every cold answer right behind the warm one that it was compared with; they were sent in another order."""
+    cold = {row.name: row for row in rows if row.name.endswith(COLD)}
+    out = []
+    for row in rows:
+        if row.name not in cold:
+            out += [row, *([cold[row.name + COLD]] if row.name + COLD in cold else [])]
+    return out
+
+
 def _request(row: RequestRow) -> list[Text | str]:
     counts = (row.prompt_tokens, row.reused_radix, row.reused_artifacts, row.recomputed, row.compiled)
-    return [row.name, f"{row.ttft_ms:.0f}", *(f"{n:,}" for n in counts), describe(row.outcomes), _delta(row)]
+    name = "  the same, cold" if row.name.endswith(COLD) else row.name
+    return [name, f"{row.ttft_ms:.0f}", *(f"{n:,}" for n in counts), describe(row.outcomes), _delta(row)]
 
 
 def _check(row: CheckRow) -> list[Text | str]:
     blank = [""] * (len(_COLUMNS) - 3)
-    return [f"{row.name}: {row.what}", *blank, f"{row.compared:,} logprobs", _delta(row)]
+    return [f"{row.name}: {row.what}", *blank, f"{row.compared:,} values", _delta(row)]
 
 
 def _delta(row: RequestRow | CheckRow) -> Text | str:
@@ -66,6 +78,6 @@ def _caption(result: DemoResult) -> str:
         f"({platform.machine()}). "
         "TTFT: from sending the request to the first token at the client, one request each, batch 1. radix and artifacts: "
         "tokens reused from SGLang's prefix cache and from artifacts. compiled: tokens of segments compiled for the "
-        "request. max |Δlogprob|: against the same prompt after /flush_cache, or as the check says; "
+        "request. max |Δ|: largest difference of logprobs to the same prompt on an empty cache, or as the check says; "
         f"bound {result.tolerance:.0e}."
     )

@@ -93,8 +93,8 @@ def answer(outcomes: list[str], cached: int, **totals: int) -> ChatAnswer:
     ("found", "complaint"),
     [
         (answer(["hit_device", "hit_radix"], 70, reused_artifacts=60, reused_radix=10), None),
-        (answer(["hit_device", "compiled"], 60, reused_artifacts=60), "1 x hit_device, 1 x compiled"),
-        (answer(["hit_device"], 60, reused_artifacts=60), "not 2 x hit_device or hit_radix"),
+        (answer(["hit_device", "compiled"], 60, reused_artifacts=60), "1 hit_device, 1 compiled"),
+        (answer(["hit_device"], 60, reused_artifacts=60), "not 2 hit_device or hit_radix"),
         (answer(["hit_device"] * 2, 50, reused_artifacts=60), "cached_tokens 50"),
         (answer(["hit_device"] * 2, 60, reused_artifacts=60, compiled=8), "8 compiled"),
         (answer(["hit_device"] * 2, 0), "0 tokens reused"),

@@ -16,14 +16,22 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hypic.kernels import gdn_chain, gdn_inputs, gdn_transition, relocate
+from hypic.kernels import gdn_chain, gdn_inputs, gdn_transition, relocate, seam_attention
+from hypic.kernels.seam_plan import SeamPlan, SeamShape
 
-TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64", torch.uint8: "*u8"}
+TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.uint8: "*u8",
+}
 KERNELS = {
     gdn_inputs: ["_inputs_kernel"],
     gdn_chain: ["_chain_kernel"],
     gdn_transition: ["_solve_kernel", "_advance_kernel"],
     relocate: ["_move_kernel"],
+    seam_attention: ["_seam_kernel", "_merge_kernel"],
 }
 
 
@@ -43,7 +51,7 @@ class Recorder:
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return self.compile
 
-    def compile(self, *args: Any, num_warps: int, **constants: Any) -> None:
+    def compile(self, *args: Any, num_warps: int, num_stages: int = 3, **constants: Any) -> None:
         signature: dict[str, str] = {}
         attributes = {}
         for i, (name, arg) in enumerate(zip(self.kernel.arg_names, args, strict=False)):
@@ -51,13 +59,14 @@ class Recorder:
                 signature[name] = TYPES[arg.dtype]
             else:
                 signature[name] = "fp32" if isinstance(arg, float) else "i32"
-            if isinstance(arg, torch.Tensor) or arg % 16 == 0:
+            if isinstance(arg, torch.Tensor) or (isinstance(arg, int) and arg % 16 == 0):
                 attributes[i,] = [["tt.divisibility", 16]]
         signature |= dict.fromkeys(constants, "constexpr")
         source = ASTSource(
             self.kernel, signature, {(self.kernel.arg_names.index(k),): v for k, v in constants.items()}, attributes
         )
-        built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         self.reports.append((self.kernel.__name__, _report(built)))
 
 
@@ -120,4 +129,12 @@ def compile_all(hk: int, hv: int, dk: int, dv: int, kv_heads: int, kv_dim: int) 
         rotary = {"cos_sin": torch.empty(64, kv_dim // 4), "rotary_dim": kv_dim // 4, "is_neox": True}
         relocate.relocate_interiors(arena, interiors, pools, pools, **rotary, impl="triton")
         relocate.capture_interiors(arena, interiors, pools, pools, impl="triton")
+        seams = SeamPlan.build(
+            rows=[0], tokens=[[0]], positions=[[1023]], device="cpu",
+            shape=SeamShape(8 * kv_heads, kv_heads, kv_dim, kv_dim, torch.bfloat16),
+        )  # fmt: skip
+        heads = torch.empty(n, 8 * kv_heads, kv_dim, **bf16)
+        seam_attention.seam_attention(
+            heads, *pools, torch.empty(1, 1024, dtype=torch.int32), plan=seams, scale=0.1, out=heads, impl="triton"
+        )
     return reports

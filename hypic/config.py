@@ -30,6 +30,7 @@ class HypicConfig(msgspec.Struct, frozen=True, kw_only=True):
         memory: bytes of the artifact arena; 0 lets the engine choose.
         separator: cut prompts at this string without a per-request opt-in (clients of the official fork); "" is off.
         start_check: prove relocation and composition on the loaded model before serving.
+        attention: full attention of linked rows: "seam" (our kernel), "expanded" (the backend's), or "auto".
         force_link: link segments however short they are (their artifact may be empty); for checks only.
     """
 
@@ -39,6 +40,7 @@ class HypicConfig(msgspec.Struct, frozen=True, kw_only=True):
     memory: int = 0
     separator: str = ""
     start_check: bool = True
+    attention: str = "auto"
     force_link: bool = False
 
     def __post_init__(self) -> None:
@@ -46,6 +48,8 @@ class HypicConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"--hypic-seam-window {self.seam_window}: must be at least 1 token")
         if self.min_segment < 0:
             raise ConfigError(f"--hypic-min-segment {self.min_segment}: must not be negative")
+        if self.attention not in ("auto", "seam", "expanded"):
+            raise ConfigError(f"--hypic-attention {self.attention}: write auto, seam or expanded")
         if self.memory < 0:
             raise ConfigError(f"--hypic-memory {self.memory}: must not be negative")
 

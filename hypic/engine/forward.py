@@ -85,6 +85,8 @@ class LinkRuntime:
         self.arena = arena
         self.layout: ArtifactLayout
         self.rotary: Rotary | None = None
+        self.seam_attention = False
+        """Full attention of linked rows through our kernel instead of an expanded view."""
         self.off: str | None = None
         """Why PIC is off for this model, or None."""
         self.weights_listeners: list[Callable[[], None]] = []

@@ -70,6 +70,8 @@ def attach_runtime(_: Any, model_runner: Any) -> None:
 
         rotary = find_rotary(model_runner.model, layout.full.layer_ids, model_runner.model_config.context_len)
     runtime.attach(model_runner, layout, rotary)
+    attention = from_env().attention
+    runtime.seam_attention = attention == "seam" or (attention == "auto" and model_runner.device == "cuda")
     if runtime.off is not None:
         logger.error("hypic: position-independent caching is off, requests are served natively: %s", runtime.off)
 

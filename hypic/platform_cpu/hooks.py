@@ -7,7 +7,7 @@ from typing import Any
 
 from hypic.engine.hook import Hook, HookTable
 
-from . import defaults, torch_ops
+from . import attention, defaults, torch_ops
 
 _NO_TRITON = "Triton kernel: no GPU to run it"
 _FLA = "sglang.kernels.ops.attention.fla"
@@ -148,6 +148,13 @@ _HOOKS: tuple[Hook, ...] = (
         torch_ops.track_mamba_states_if_needed,
         _NO_TRITON,
         ("conv_states", "ssm_states", "cache_indices", "mamba_track_mask", "mamba_track_indices"),
+    ),
+    Hook(
+        "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend",
+        "around",
+        attention.run_sdpa_forward_extend,
+        "computes the attention of the whole prefix again for every row of an extend batch",
+        ("self", "query", "output", "k_cache", "v_cache", "req_to_token", "req_pool_indices", "seq_lens"),
     ),
     # settings
     Hook(

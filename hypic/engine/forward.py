@@ -102,7 +102,7 @@ class LinkRuntime:
 
     def join_interiors(self, plan: ForwardPlan) -> None:
         """Copy and relocate the interiors of rows that begin to link (DESIGN: relocate)."""
-        blobs, counts, shifts, slots = [], [], [], []
+        blobs, counts, locals_, shifts, slots = [], [], [], [], []
         for row in plan.batch.links.values():
             if not row.first:
                 continue
@@ -113,12 +113,13 @@ class LinkRuntime:
                 assert artifact is not None
                 blobs.append(artifact.base + self.layout.kv_offset)
                 counts.append(hi - lo)
+                locals_.append(lo - row.link.segments[segment].start)
                 shifts.append(row.link.segments[segment].start)
                 slots.append(row.link.reserved[lo - row.layout.hit : hi - row.layout.hit])
         if blobs and self.k_pools:
             device = self.arena.buffer.device
             interiors = InteriorPlan.build(
-                blob_kv=blobs, count=counts, shift=shifts, slots=torch.cat(slots), device=device
+                blob_kv=blobs, count=counts, local=locals_, shift=shifts, slots=torch.cat(slots), device=device
             )
             rotary = self.rotary
             assert rotary is not None

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-RELOCATION_TOLERANCE = 1e-3
-"""Largest error of a relocated K against K rotated in place, relative to the largest K."""
-LONGEST_SHIFT = 4096
-"""Longest shift tried: a float32 angle of 4096 radians is itself rounded by 2e-4."""
+RELOCATION_TOLERANCE = 1e-4
+"""Largest error of a relocated K against K rotated in place, relative to the largest K, with a float32 table."""
+ROUNDED_TABLE_TOLERANCE = 2e-2
+"""The same with a 16-bit table, whose cos and sin are off by 0.4% to begin with."""
 
 
 class CannotRelocate(ValueError):
@@ -80,18 +80,19 @@ def check_relocation(module: Any, rotary: Rotary) -> float:
     generator = torch.Generator().manual_seed(0)
     k = torch.randn(16, 1, rotary.dim, generator=generator).to(table.device)
     positions = torch.arange(16, device=table.device)
-    longest = min(LONGEST_SHIFT, len(table) - 17)
+    longest = len(table) - 17
     worst = 0.0
     for shift in sorted({1, min(63, longest), min(1000, longest), longest}):
         if shift < 1:
             continue
         direct = _table_rotate(k, table, positions + shift, rotary)
         local = _table_rotate(k, table, positions, rotary)
-        moved = rotate(local, shift, table, rotary.dim, rotary.is_neox, rotary.scale)
+        moved = rotate(local, 0, shift, table, rotary.dim, rotary.is_neox, rotary.scale)
         worst = max(worst, float((direct - moved).abs().max() / direct.abs().max()))
-    if worst > RELOCATION_TOLERANCE:
+    bound = RELOCATION_TOLERANCE if module.cos_sin_cache.dtype == torch.float32 else ROUNDED_TABLE_TOLERANCE
+    if not worst <= bound:
         kind = type(module).__name__
-        raise CannotRelocate(f"{kind}: a relocated K is off by {worst:.1e} (bound {RELOCATION_TOLERANCE:.0e})")
+        raise CannotRelocate(f"{kind}: a relocated K is off by {worst:.1e} (bound {bound:.0e})")
     return worst
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from hypic.kernels._common import blob_view
 from hypic.kernels.relocate import InteriorPlan, capture_interiors, relocate_interiors
 
-LAYERS, SLOTS, MAX_POS = 3, 200, 64
+LAYERS, SLOTS, MAX_POS = 3, 200, 128
 
 
 def angles(rotary_dim: int) -> Tensor:
@@ -68,9 +68,14 @@ class Pools:
         self.k, self.v = ([p.to(target.device) for p in pools] for pools in (self.k, self.v))
         self.arena = self.arena.to(target.device)
 
-    def plan(self, shift: list[int]) -> InteriorPlan:
+    def plan(self, shift: list[int], local: list[int] | None = None) -> InteriorPlan:
         return InteriorPlan.build(
-            blob_kv=self.blob_kv, count=self.counts, slots=self.slots, shift=shift, device=self.target.device
+            blob_kv=self.blob_kv,
+            count=self.counts,
+            slots=self.slots,
+            local=local,
+            shift=shift,
+            device=self.target.device,
         )
 
     def blocks(self, i: int) -> list[tuple[Tensor, Tensor]]:
@@ -93,11 +98,13 @@ class Pools:
         start = sum(self.counts[:i])
         return self.slots[start : start + self.counts[i]]
 
-    def relocate(self, shift: list[int], cos_sin: Tensor | list[Tensor] | None = None) -> None:
+    def relocate(
+        self, shift: list[int], local: list[int] | None = None, cos_sin: Tensor | list[Tensor] | None = None
+    ) -> None:
         r = self.rope
         relocate_interiors(
             self.arena,
-            self.plan(shift),
+            self.plan(shift, local),
             self.k,
             self.v,
             cos_sin=cos_sin if cos_sin is not None else table(r.rotary_dim, r.scale).to(self.target.device),
@@ -127,21 +134,23 @@ ROPES = [
 @pytest.mark.parametrize("rope", ROPES, ids=str)
 def test_relocated_keys_stand_at_their_new_positions(rope: Rope, target: Target) -> None:
     """K rotated at local positions, then relocated, equals K rotated at the final positions (factor applied once)."""
-    shift, counts = [5, 0, 31, 17], [7, 65, 1, 0]
+    shift, local, counts = [5, 0, 31, 17], [8, 3, 0, 8], [7, 65, 1, 0]
     pools = Pools(rope, counts, target)
     pools.fill_blobs()
     raw = []
     for i, n in enumerate(counts):
         raw.append([k.cpu().double().clone() for k, _ in pools.blocks(i)])
         for k, before in zip((k for k, _ in pools.blocks(i)), raw[i], strict=True):
-            k.copy_(rotate_at(before, torch.arange(n) % 32, rope.rotary_dim, rope.is_neox, rope.scale).to(k.dtype))
+            at = torch.arange(n) + local[i]
+            k.copy_(rotate_at(before, at, rope.rotary_dim, rope.is_neox, rope.scale).to(k.dtype))
     before = pools.arena.clone()
-    pools.relocate(shift)
+    pools.relocate(shift, local)
     tol = 2e-5 if rope.dtype == torch.float32 else 3e-2
     for i, n in enumerate(counts):
         slots = pools.segment_slots(i)
         for layer, (_, v) in enumerate(pools.blocks(i)):
-            want = rotate_at(raw[i][layer], torch.arange(n) % 32 + shift[i], rope.rotary_dim, rope.is_neox, rope.scale)
+            at = torch.arange(n) + local[i] + shift[i]
+            want = rotate_at(raw[i][layer], at, rope.rotary_dim, rope.is_neox, rope.scale)
             torch.testing.assert_close(pools.k[layer][slots].cpu().double(), want, atol=tol, rtol=tol)
             assert same_bits(pools.v[layer][slots], v)
     untouched = sorted(set(range(SLOTS)) - set(pools.slots))
@@ -169,7 +178,7 @@ def test_shift_back_undoes_a_shift(rope: Rope, target: Target) -> None:
     first = [k.clone() for k, _ in pools.blocks(0)]
     pools.relocate([13])
     pools.capture()
-    pools.relocate([-13])
+    pools.relocate([-13], [13])
     tol = 2e-5 if rope.dtype == torch.float32 else 3e-2
     for layer, k in enumerate(first):
         torch.testing.assert_close(pools.k[layer][pools.slots], k, atol=tol, rtol=tol)
@@ -191,12 +200,36 @@ def test_capture_writes_the_block_and_nothing_else(rope: Rope, target: Target) -
     assert (pools.arena == 0xFF).all()
 
 
+def test_the_rounding_of_a_table_far_out_cancels(target: Target) -> None:
+    """SGLang's tables are cosines of float32 angles; near position 20,000 those are off by up to 1e-3."""
+    rope, start, n = Rope(), 20_000, 7
+    phase = torch.arange(start + n).float()[:, None] * angles(rope.rotary_dim).float()
+    cos_sin = torch.cat([phase.cos(), phase.sin()], -1)
+    pools = Pools(rope, [n], target)
+    pools.fill_blobs()
+    blocks = [k for k, _ in pools.blocks(0)]
+    raw = [k.cpu().clone() for k in blocks]
+    for k, before in zip(blocks, raw, strict=True):
+        k.copy_(by_table(before, cos_sin[:n]))
+    pools.relocate([start], cos_sin=cos_sin.to(target.device))
+    for layer, before in enumerate(raw):
+        want = by_table(before, cos_sin[start:])
+        torch.testing.assert_close(pools.k[layer][pools.slots].cpu(), want, atol=2e-6, rtol=2e-6)
+
+
+def by_table(k: Tensor, rows: Tensor) -> Tensor:
+    """NeoX RoPE with given rows [n, rotary_dim] of a table; k [n, H, D]."""
+    cos, sin = rows[:, None].chunk(2, -1)
+    x1, x2 = k[..., : rows.shape[-1]].chunk(2, -1)
+    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin, k[..., rows.shape[-1] :]], -1)
+
+
 def test_each_layer_may_have_its_own_table(target: Target) -> None:
     rope = Rope()
     pools = Pools(rope, [3], target)
     pools.fill_blobs()
     zero = torch.cat([torch.ones(MAX_POS, 4), torch.zeros(MAX_POS, 4)], -1).to(target.device)
-    pools.relocate([5], [zero, table(8, 1.0).to(target.device), zero])
+    pools.relocate([5], cos_sin=[zero, table(8, 1.0).to(target.device), zero])
     moved = [not same_bits(pools.k[layer][pools.slots], k) for layer, (k, _) in enumerate(pools.blocks(0))]
     assert moved == [False, True, False]
 
@@ -208,6 +241,6 @@ def test_wrong_numbers_are_refused(target: Target) -> None:
     with pytest.raises(ValueError, match="multiples of 16"):
         InteriorPlan.build(blob_kv=[8], count=[1], slots=[1], device="cpu")
     with pytest.raises(ValueError, match="rotary tables"):
-        pools.relocate([5], [table(8, 1.0)])
+        pools.relocate([5], cos_sin=[table(8, 1.0)])
     with pytest.raises(ValueError, match="V pools"):
         capture_interiors(pools.arena, pools.plan([0]), pools.k, pools.v[:1])

@@ -58,6 +58,15 @@ def serve(
             rich_help_panel=_PANEL,
         ),
     ] = None,
+    attention: Annotated[
+        str | None,
+        typer.Option(
+            "--hypic-attention",
+            metavar="WAY",
+            help="Full attention of linked prompts: seam (our kernel), expanded (the backend's) or auto. Default auto.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None,
     no_start_check: Annotated[
         bool,
         typer.Option(
@@ -82,7 +91,9 @@ def serve(
     try:
         if not argv:
             raise ServeError("name a model: hypic serve MODEL")
-        config = merge_config(from_env(os.environ), seam_window, min_segment, memory, separator, no_start_check, off)
+        config = merge_config(
+            from_env(os.environ), seam_window, min_segment, memory, separator, attention, no_start_check, off
+        )
         prepare_environment(config, cpu=wants_cpu(argv, os.environ), environ=os.environ)
         run_server(argv)
     except (ConfigError, ServeError) as error:
@@ -107,6 +118,7 @@ def merge_config(
     min_segment: int | None,
     memory: str | None,
     separator: str | None,
+    attention: str | None,
     no_start_check: bool,
     off: bool,
 ) -> HypicConfig:
@@ -118,6 +130,7 @@ def merge_config(
         "min_segment": min_segment,
         "memory": None if memory is None else parse_bytes(memory),
         "separator": separator,
+        "attention": attention,
         "start_check": False if no_start_check else None,
     }
     return msgspec.structs.replace(base, enabled=not off, **{k: v for k, v in given.items() if v is not None})

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from array import array
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -141,9 +142,16 @@ def spawn_compile(scheduler: Any, tokens: array, rid: str, parent: Any) -> Any:
 
 
 def hide_compiles_from_load(_: Any, scheduler: Any) -> None:
+    """A held request stands for its segments' tokens; with their compiles they would be reported twice."""
+
+    def clients(reqs: list[Any]) -> list[Any]:
+        return [r for r in reqs if compile_of(r) is None]
+
     scheduler.load_inquirer = dataclasses.replace(
         scheduler.load_inquirer,
-        get_waiting_queue=lambda: [r for r in scheduler.waiting_queue if compile_of(r) is None],
+        get_waiting_queue=lambda: clients(scheduler.waiting_queue),
+        get_running_batch=lambda: SimpleNamespace(reqs=clients(scheduler.running_batch.reqs)),
+        get_chunked_req=lambda: None if compile_of(scheduler.chunked_req) else scheduler.chunked_req,
     )
 
 
@@ -166,16 +174,17 @@ def after_batch_result(_: Any, scheduler: Any, batch: Any, result: Any) -> None:
 
 
 def abort_on_queued_limit(original: Callable[..., bool], scheduler: Any, recv_req: Any) -> bool:
-    """The queue limit counts clients' requests."""
-    limit, compiling = scheduler.max_queued_requests, scheduler.hypic.compiling
-    if limit is None or not compiling:
+    """The queue limit counts clients' requests, and pushes out only those (priority scheduling)."""
+    queue = scheduler.waiting_queue
+    clients = [r for r in queue if compile_of(r) is None]
+    if scheduler.max_queued_requests is None or len(clients) == len(queue):
         return original(scheduler, recv_req)
-    queued = sum(compile_of(r) is not None for r in scheduler.waiting_queue)
-    scheduler.max_queued_requests = limit + queued
+    scheduler.waiting_queue = clients
     try:
         return original(scheduler, recv_req)
     finally:
-        scheduler.max_queued_requests = limit
+        left = {id(r) for r in scheduler.waiting_queue}
+        scheduler.waiting_queue = [r for r in queue if compile_of(r) is not None or id(r) in left]
 
 
 def abort_request(original: Callable[..., None], scheduler: Any, recv_req: Any) -> None:

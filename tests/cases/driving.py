@@ -12,7 +12,7 @@ from hypic.check.judge import EXACT, Judge
 from hypic.check.session import Answer, Prompt, Session, distance
 
 TINY_VOCAB = range(10, 1500)
-PATIENCE = 120.0
+PATIENCE = 60.0
 """Seconds to wait for something that takes a moment on an idle machine."""
 
 

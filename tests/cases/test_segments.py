@@ -200,6 +200,6 @@ def test_10_an_aborted_request_frees_everything_and_its_compile_stays_useful(
         engine.abort("leaves")
         assert await task == "abort"
 
-    engine.run(asyncio.wait_for(leave(), PATIENCE))
+    engine.run(asyncio.wait_for(leave(), 2 * PATIENCE))
     engine.audit()
     assert engine.ask(write.prompt(6, document, 7)).outcomes == ["hit_device"]

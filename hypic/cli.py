@@ -7,6 +7,7 @@ import typer
 from hypic.commands.bench import bench
 from hypic.commands.demo import demo
 from hypic.commands.doctor import doctor
+from hypic.commands.selfcheck import selfcheck
 from hypic.commands.serve import PASS_FLAGS_ON, serve
 
 app = typer.Typer(
@@ -18,6 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("serve", context_settings=PASS_FLAGS_ON)(serve)
+app.command("selfcheck", context_settings=PASS_FLAGS_ON)(selfcheck)
 app.command("bench", context_settings=PASS_FLAGS_ON)(bench)
 app.command("demo", context_settings=PASS_FLAGS_ON)(demo)
 app.command("doctor", context_settings=PASS_FLAGS_ON)(doctor)

@@ -81,7 +81,9 @@ def check_p3(session: Session, judge: Judge, seed: int) -> CheckResult:
     worst = _same_artifacts(tally, session, rng, documents)
     _permuted(tally, session, rng, documents)
     _together(tally, session, rng, documents)
-    tally.note(f"{len(documents)} documents compiled three ways agree to {worst:.0e}; permuted; 4 linked and 4 plain at once")
+    tally.note(
+        f"{len(documents)} documents compiled three ways agree to {worst:.0e}; permuted; 4 linked and 4 plain at once"
+    )
     return tally.result()
 
 

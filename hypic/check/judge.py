@@ -75,7 +75,9 @@ class Judge:
             tally.baseline(self.noise(session))
         return tally
 
-    def against_full(self, tally: Tally, session: Session, linked: Answer, stock: Answer, ids: Sequence[int], what: str) -> None:
+    def against_full(
+        self, tally: Tally, session: Session, linked: Answer, stock: Answer, ids: Sequence[int], what: str
+    ) -> None:
         """Measure a linked answer that must equal full recompute (P1, P2); ``stock`` is the engine's own."""
         if exact(session):
             tally.error(distance(linked, stock), what)
@@ -91,7 +93,9 @@ class Judge:
         assert self.oracle is not None
         return _watch(session, self.oracle.full(ids, n_new=len(forced), forced=forced))
 
-    def link(self, session: Session, prompt: Prompt, forced: Sequence[int]) -> tuple[_Watched, tuple[tuple[int, int], ...]]:
+    def link(
+        self, session: Session, prompt: Prompt, forced: Sequence[int]
+    ) -> tuple[_Watched, tuple[tuple[int, int], ...]]:
         """The oracle's linked answer, and the segments that it linked."""
         assert self.oracle is not None
         w = session.config.seam_window

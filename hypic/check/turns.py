@@ -44,7 +44,11 @@ class Expectation:
         self._w = w
 
     def __str__(self) -> str:
-        return ("hybrid, states tracked" if self.tracked else "hybrid, states at ends") if self.hybrid else "attention only"
+        return (
+            ("hybrid, states tracked" if self.tracked else "hybrid, states at ends")
+            if self.hybrid
+            else "attention only"
+        )
 
     def reused(self, earlier: Turn, prompt: Prompt) -> int:
         """Tokens of `prompt` that are found once `earlier` has been answered, both linked, by the same tenant."""

@@ -58,7 +58,8 @@ class ArtifactStore:
 
     Eviction is a segmented LRU: an artifact enters *probation*, its first hit promotes it to *protected*, and newcomers
     only ever push out probation as long as protected stays within PROTECTED_SHARE. A flood of one-off documents passes
-    through probation and leaves the popular ones alone. Locked artifacts are never evicted.
+    through probation and leaves the popular ones alone. What was evicted lately and comes again is protected at once, so
+    that documents which are popular now take the place of those that were. Locked artifacts are never evicted.
     """
 
     def __init__(self, arena: Arena):
@@ -69,6 +70,8 @@ class ArtifactStore:
         self._protected: OrderedDict[bytes, Artifact] = OrderedDict()
         self._protected_bytes = 0
         self._stale: set[Artifact] = set()
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()
+        """Keys of the last evicted artifacts, as many as there are artifacts."""
 
     def __len__(self) -> int:
         return len(self._index)
@@ -128,6 +131,10 @@ class ArtifactStore:
             self._index[want.key] = artifact
             self._probation[want.key] = artifact
             made.append(artifact)
+        for artifact in made:
+            if artifact.key in self._evicted:
+                del self._evicted[artifact.key]
+                self._touch(artifact)
         return made
 
     def commit(self, artifact: Artifact) -> None:
@@ -182,6 +189,9 @@ class ArtifactStore:
                 return None
             self._drop(victim)
             self.evictions += 1
+            self._evicted[victim.key] = None
+            while len(self._evicted) > max(len(self._index), 1):
+                self._evicted.popitem(last=False)
         return offset
 
     def _forget(self, artifact: Artifact) -> None:

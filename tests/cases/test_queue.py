@@ -81,16 +81,20 @@ def play(engine: Driver) -> Callable[[Callable[[Requests], Coroutine[Any, Any, N
 
 
 def test_load_reports_count_held_requests_and_no_compiles(play: Any, write: Writer) -> None:
-    first, second = write.prompt(5, write.document(LONG), 9), write.prompt(6, write.document(LONG), 8)
+    """A compile is in the queue, then chunked, and in the running batch until its result is processed."""
+    parts = [part for document in write.documents(5, 70) for part in (document, 1)]
+    first, second = write.prompt(*parts, write.document(LONG), 9), write.prompt(6, write.document(LONG), 8)
 
     async def scene(requests: Requests) -> None:
         await requests.send("first", first, waiting=1)
         await requests.send("second", second, waiting=2)
-        for _ in range(20):
+        compiled = 0
+        while compiled < 1000:
             load = await requests.engine.load()
+            compiled = load.num_used_tokens
             assert (load.num_running_reqs, load.num_waiting_reqs) == (0, 2)
             assert load.num_waiting_uncached_tokens == len(first.ids) + len(second.ids)
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.001)
         await requests.abort("first", "second")
 
     play(scene)

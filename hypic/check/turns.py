@@ -39,6 +39,8 @@ class Expectation:
     def __init__(self, settings: dict[str, object], w: int) -> None:
         self.hybrid = bool(settings["uses_mamba_radix_cache"])
         self.tracked = self.hybrid and settings["mamba_radix_cache_strategy"] != "no_buffer"
+        self._overlap = not settings["disable_overlap_schedule"]
+        """The overlap scheduler has run one more step by the time it sees the end: KV of the last token is there too."""
         self._page = int(str(settings["page_size"]))
         self.interval = int(str(settings["mamba_track_interval"]))
         self._w = w
@@ -53,7 +55,7 @@ class Expectation:
     def reused(self, earlier: Turn, prompt: Prompt) -> int:
         """Tokens of `prompt` that are found once `earlier` has been answered, both linked, by the same tenant."""
         before = earlier.prompt
-        held = [*before.ids, *earlier.answer.ids[:-1]]
+        held = [*before.ids, *(earlier.answer.ids if self._overlap else earlier.answer.ids[:-1])]
         same = self._common(held, before.segments, prompt)
         if self.hybrid:
             ends = (self._aligned(len(before.ids)),) if self.tracked else (len(before.ids), len(held))

@@ -25,7 +25,7 @@ class HypicConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         enabled: the plugin hooks SGLang only when true (HYPIC_ENABLED, set by ``hypic serve``).
-        seam_window: w, tokens recomputed at the head of each cached segment (DESIGN: seam window).
+        seam_window: w, tokens recomputed at the head of each cached segment (seam window, see docs/SEMANTICS.md).
         min_segment: segments shorter than this many tokens are plain spans.
         memory: bytes of the artifact arena; 0 lets the engine choose.
         separator: cut prompts at this string without a per-request opt-in (clients of the official fork); "" is off.

@@ -29,7 +29,7 @@ class Interior(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Tokens of one forward pass that are contiguous in the prompt (DESIGN: run).
+    """Tokens of one forward pass that are contiguous in the prompt (run, see docs/SEMANTICS.md).
 
     Attributes:
         offset: first token of the run within the chunk's computed tokens.
@@ -120,7 +120,7 @@ NO_MATCH = -1
 
 
 def mark_interiors(ids: Sequence[int], interiors: Sequence[Interior]) -> np.ndarray:
-    """Token ids (int64) as they enter the radix key of a linked request (DESIGN section 2, keys).
+    """Token ids (int64) as they enter the radix key of a linked request (docs/SEMANTICS.md, keys).
 
     KV of an interior token depends on its segment's boundaries, so the boundaries up to each position are part of the
     key: equal keys up to a position mean equal tokens *and* equal spans up to it.

@@ -1,6 +1,6 @@
 """One token of each family as a transition: leading dimensions [n, H], ready for ``fold`` or any split of it.
 
-Arguments as in naive.py. DESIGN.md section 2: T <- T A_t with A_t = alpha_t (I - beta_t k_t k_t^T) for the delta rule.
+Arguments as in naive.py. docs/SEMANTICS.md: T <- T A_t with A_t = alpha_t (I - beta_t k_t k_t^T) for the delta rule.
 """
 
 from __future__ import annotations

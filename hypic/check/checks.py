@@ -1,4 +1,4 @@
-"""P1 to P4 of DESIGN section 3: what a link means, measured on a running engine. P5 is in `soak`, P6 in `turns`."""
+"""P1 to P4 of docs/SEMANTICS.md: what a link means, measured on a running engine. P5 is in `soak`, P6 in `turns`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """How exact a check has to be, by the type the model is served in, and what it is compared with.
 
-In float32 two ways to the same answer agree to EXACT, and DESIGN's checks are taken literally. In 16-bit types every way
+In float32 two ways to the same answer agree to EXACT, and the checks are taken literally. In 16-bit types every way
 is off by rounding; then the oracle, in float32, is the truth, and hypic may be off by twice what stock SGLang is.
 """
 
@@ -22,7 +22,7 @@ from hypic.check.session import Answer, Prompt, Session, distance
 EXACT = 1e-4
 """Bound on logprobs in float32."""
 FACTOR = 2.0
-"""How many times stock SGLang's own error hypic's may be in 16-bit types (DESIGN section 3)."""
+"""How many times stock SGLang's own error hypic's may be in 16-bit types (docs/SEMANTICS.md)."""
 
 _NOISE_PROMPTS = 6
 _ORACLE_SHARE = 0.5

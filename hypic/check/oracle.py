@@ -1,4 +1,4 @@
-"""What a linked request means: independent straight-line code on Hugging Face weights (DESIGN section 2, check P4).
+"""What a linked request means: independent straight-line code on Hugging Face weights (docs/SEMANTICS.md, check P4).
 
 The oracle walks the prompt in natural order. Plain spans and seams are computed under everything that stands before
 them; for an interior it replays the record that an isolated run of the segment left (K before RoPE and V; k, v, g, beta
@@ -50,7 +50,7 @@ class OracleResult(NamedTuple):
 
 
 class Oracle:
-    """A model and its two answers: :meth:`link` (DESIGN section 2) and :meth:`full` (Hugging Face's own forward).
+    """A model and its two answers: :meth:`link` (docs/SEMANTICS.md) and :meth:`full` (Hugging Face's own forward).
 
     Args:
         model_dir: a local model folder as ``save_pretrained`` writes it.
@@ -87,7 +87,7 @@ class Oracle:
 
         Args:
             ids: the prompt.
-            cached: [start, end) of each cached segment, in natural order. As in DESIGN section 2, a segment of at most
+            cached: [start, end) of each cached segment, in natural order. As in docs/SEMANTICS.md, a segment of at most
                 ``w`` tokens and one that ends the prompt are plain. ``--hypic-min-segment`` is the caller's business.
             w: the seam window; 0 replays whole segments.
             n_new: tokens to answer, at least 1.

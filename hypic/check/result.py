@@ -17,7 +17,7 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     """One check on one model.
 
     Attributes:
-        name: P1 to P6 (DESIGN section 3).
+        name: P1 to P6 (docs/SEMANTICS.md).
         model: what was checked.
         status: a skipped check is neither passed nor failed; ``detail`` says why it was skipped.
         passed: the same as a truth value; null where skipped.

@@ -1,4 +1,4 @@
-"""All checks of DESIGN section 3 on one model: which engines they need, in what order, and what was found."""
+"""All checks of docs/SEMANTICS.md on one model: which engines they need, in what order, and what was found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""P5 of DESIGN section 3: a soak that leaves nothing behind, and answers as a quiet engine does.
+"""P5 of docs/SEMANTICS.md: a soak that leaves nothing behind, and answers as a quiet engine does.
 
 The engine of the soak has little of everything: an arena of a few artifacts, so that requests wait for memory, evict,
 or are served with what fits; chunks of a few tokens, so that chunk borders fall into seams, interiors of compiles and
@@ -101,7 +101,9 @@ def _same_answer(tally: Tally, session: Session, prompt: Prompt, answer: Answer,
         # Segments that found no room, or whose compile was aborted, are plain; what is left must be right.
         reasons = {s.reason for s in report.spans if s.outcome == "declined"} - {"prompt_end"}
         tally.require(reasons <= {"arena_full", "compile_failed"}, f"{what}: {explain(answer)}")
-        quiet = session.ask(prompt._replace(segments=answer.linked, tenant=f"P5 {what}"))
+        session.flush()
+        quiet = session.ask(prompt._replace(segments=answer.linked))
+        tally.require(quiet.linked == answer.linked, f"{what}: what was linked does not fit an empty arena")
     tally.error(distance(answer, quiet), what)
 
 

@@ -1,4 +1,4 @@
-"""P6 of DESIGN section 3: the next turn of a conversation finds the linked prefix in SGLang's own radix tree.
+"""P6 of docs/SEMANTICS.md: the next turn of a conversation finds the linked prefix in SGLang's own radix tree.
 
 How much it must find is worked out here from the spans alone, with no radix tree and no marked keys: two prompts share
 KV as far as their tokens agree *and* every token lies in the same segment interior, or in none, in both. Of that, an

@@ -1,7 +1,7 @@
 """What the demo asks and what must come out.
 
 One RAG prompt in four forms: cold, again, with its documents in another order, under a new head with a new question.
-Each warm answer is compared with the answer to the same prompt after `/flush_cache`. Then DESIGN's P1 and P4 on the
+Each warm answer is compared with the answer to the same prompt after `/flush_cache`. Then the P1 and P4 on the
 same documents: full recompute by the server itself, and the oracle, which shares no code with the engine.
 """
 
@@ -19,7 +19,7 @@ from hypic.demo.client import ChatAnswer, Client, Step, TokenAnswer
 from hypic.report import Report
 
 TOLERANCE = 1e-4
-"""Bound on differences of logprobs; the demo serves in float32 (DESIGN section 3)."""
+"""Bound on differences of logprobs; the demo serves in float32 (docs/SEMANTICS.md)."""
 
 COLD = ", cold"
 """Ends the names of requests that were sent again on an empty cache, to compare with."""

@@ -1,4 +1,4 @@
-"""Exact accounting of an idle scheduler (DESIGN section 3, P5) and a dump of its artifacts (P3).
+"""Exact accounting of an idle scheduler (docs/SEMANTICS.md, P5) and a dump of its artifacts (P3).
 
 Both are reached through SGLang's RPC (`Engine.collective_rpc("hypic_audit")`): failures come back as its error.
 """

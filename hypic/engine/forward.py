@@ -101,7 +101,7 @@ class LinkRuntime:
         self.v_pools = [pool.get_value_buffer(i) for i in layers]
 
     def join_interiors(self, plan: ForwardPlan) -> None:
-        """Copy and relocate the interiors of rows that begin to link (DESIGN: relocate)."""
+        """Copy and relocate the interiors of rows that begin to link (relocate, see docs/SEMANTICS.md)."""
         blobs, counts, locals_, shifts, slots = [], [], [], [], []
         for row in plan.batch.links.values():
             if not row.first:

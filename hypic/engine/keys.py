@@ -1,4 +1,4 @@
-"""Store keys, the model fingerprint, and the radix namespace of linked requests (DESIGN section 2, keys)."""
+"""Store keys, the model fingerprint, and the radix namespace of linked requests (docs/SEMANTICS.md, keys)."""
 
 from __future__ import annotations
 

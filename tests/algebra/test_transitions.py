@@ -155,7 +155,7 @@ def test_the_side_of_T_matters(family: Family) -> None:
 
 
 def test_gated_delta_net_is_alpha_times_i_minus_beta_k_k() -> None:
-    """The formula of DESIGN.md section 2, written out once."""
+    """The formula of docs/SEMANTICS.md, written out once."""
     args, _, _ = FAMILIES[4].draw(1, seed=5)
     k, a, b = args["k"][0, 0], args["g"][0, 0].exp(), args["beta"][0, 0]
     assert_same(families.gated_delta_net(**args).T[0, 0], a * (torch.eye(DK) - b * torch.outer(k, k)))

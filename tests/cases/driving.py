@@ -114,7 +114,7 @@ def assert_close(a: Answer, b: Answer) -> None:
 
 
 def assert_equals_oracle(judge: Judge, session: Session, prompt: Prompt, answer: Answer, bound: float = EXACT) -> None:
-    """The answer means what DESIGN section 2 says it means, given which segments were linked."""
+    """The answer means what docs/SEMANTICS.md says it means, given which segments were linked."""
     truth, linked = judge.link(session, prompt._replace(segments=answer.linked), answer.ids)
     assert linked == answer.linked
     assert distance(answer, truth) <= bound

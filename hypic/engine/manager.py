@@ -147,12 +147,15 @@ class LinkManager:
         if made is None:
             alone = self.store.locked() == len(link.artifacts)
             self._start_over(link)
-            if self._shrink(need, req, alone and not queued_before):
-                self.resolve(req)
-                return
-            link.state = LinkState.WAITING
-            if req not in self._memory_queue:
-                self._memory_queue.append(req)
+            if not self._shrink(need, req):
+                if queued_before or not alone:
+                    link.state = LinkState.WAITING
+                    if req not in self._memory_queue:
+                        self._memory_queue.append(req)
+                    return
+                # Nobody to wait for: its own hits leave holes too small for what is missing. Begin with an empty arena.
+                self.store.invalidate(lambda a: not a.locks)
+            self.resolve(req)
             return
         if req in self._memory_queue:
             self._memory_queue.remove(req)
@@ -197,21 +200,14 @@ class LinkManager:
             )
         )
 
-    def _shrink(self, need: list[Segment], req: Any, alone: bool) -> bool:
-        """If the arena cannot hold the request even by itself, let what does not fit be plain. True if something changed.
-
-        Args:
-            alone: nobody else holds a lock, so waiting cannot help (the request's own hits leave holes too small).
-        """
-        sizes = {s.key: self._space(s, req).nbytes for s in need}
+    def _shrink(self, need: list[Segment], req: Any) -> bool:
+        """If the whole arena cannot hold the request, let what does not fit be plain. True if something changed."""
         total, too_much = 0, set()
-        for key, size in sizes.items():
+        for key, size in {s.key: self._space(s, req).nbytes for s in need}.items():
             if total + size > self.store.capacity:
                 too_much.add(key)
             else:
                 total += size
-        if alone and not too_much and sizes:
-            too_much.add(max(sizes, key=lambda k: (sizes[k], k)))
         for s in need:
             if s.key in too_much:
                 s.make_plain("declined", "arena_full")

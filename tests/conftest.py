@@ -14,6 +14,8 @@ from hypic.platform_cpu import CPU_MODE
 from hypic.platform_cpu.defaults import set_environment
 
 os.environ.setdefault(CPU_MODE, "1")
+# SGLang loads plugins once a process, at the first import that asks for them: hypic's have to be among them.
+os.environ.setdefault("HYPIC_ENABLED", "1")
 set_environment()
 
 

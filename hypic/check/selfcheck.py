@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +56,17 @@ def check_model(name: str, model: str | Path, plan: Plan, progress: Progress) ->
     wanted = set(plan.checks)
     if wanted - {"P2"}:
         config = msgspec.structs.replace(plan.config, min_segment=0)
-        main = {"P1": check_p1, "P3": check_p3, "P4": check_p4, "P6": turns.check_p6}
+        main: dict[str, Callable[[Session, Judge, int], Tally | CheckResult]] = {
+            "P1": check_p1,
+            "P3": check_p3,
+            "P4": check_p4,
+            "P6": turns.check_p6,
+        }
         names = [c for c in main if c in wanted]
         try:
             with Session(model, config, **plan.flags) as session:
                 for check in names:
-                    yield _timed(check, judge, lambda run=main[check]: run(session, judge, plan.seed), progress)
+                    yield _timed(check, partial(main[check], session, judge, plan.seed), progress)
                 if "P5" in wanted:
                     prompts = soak.soak_prompts(session, plan.seed, plan.soak)
                     arena = soak.small_arena(session)
@@ -94,12 +100,12 @@ def _own_engine(
     """A check on an engine of its own; `flags` win over the user's."""
     try:
         with Session(model, config, env=env, **(plan.flags | flags)) as session:
-            yield _timed(check, judge, lambda: run(session, judge, plan.seed), progress)
+            yield _timed(check, partial(run, session, judge, plan.seed), progress)
     except SessionError as e:
         yield failed(check, judge.name, plan.seed, str(e))
 
 
-def _timed(check: str, judge: Judge, run: Callable[[], Tally | CheckResult], progress: Progress) -> CheckResult:
+def _timed(check: str, run: Callable[[], Tally | CheckResult], progress: Progress) -> CheckResult:
     progress(check, 0, 1)
     began = time.perf_counter()
     found = run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -59,11 +60,13 @@ def selfcheck(
     plan = Plan(checks=wanted, seed=seed, soak=soak, config=config, flags=flags)
     results = []
     with console.status("starting") as status:
-        for name, model in [(str(path), str(path))] if path else default_models():
+        for name, model in [(str(path), Path(path))] if path else default_models():
             status.update(f"{name}: starting an engine")
-            for result in check_model(
-                name, model, plan, lambda what, i, n, m=name: status.update(f"{m}: {what} {i}/{n}")
-            ):
+
+            def progress(what: str, done: int, of: int, name: str = name) -> None:
+                status.update(f"{name}: {what} {done}/{of}")
+
+            for result in check_model(name, model, plan, progress):
                 results.append(result)
                 console.print(f"{result.status:8}{name} {result.name} {result.detail}", highlight=False, markup=False)
     if as_json:

@@ -42,10 +42,6 @@ def _track_indices(batch: Any, track_positions: Sequence[int] | None = None) -> 
     batch.mamba_track_indices = buffers.gather(1, torch.tensor(positions).unsqueeze(1)).squeeze(1).to(torch.int64)
 
 
-def _unpinned(original: Any, *args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
-    return original(*args, **kwargs)
-
-
 def _allocate_bitmask(vocab_size: int, batch_size: int) -> Any:
     import xgrammar
 
@@ -182,10 +178,6 @@ _HOOKS: tuple[Hook, ...] = (
         lambda *, tp_rank, tp_size: None,
         "picks cores for compiled CPU kernels that are not there; refuses more ranks than NUMA nodes",
         ("tp_rank", "tp_size"),
-    ),
-    *(
-        Hook(f"torch.{name}", "around", _unpinned, "LoRA layers and backends ask for pinned memory outright")
-        for name in ("tensor", "zeros")
     ),
     Hook(
         "torch.Tensor.pin_memory",

@@ -21,12 +21,7 @@ _PRELOAD = ["sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_ma
 
 
 def start_engine(
-    model: str | Path,
-    *,
-    env: Mapping[str, str] | None = None,
-    spawn: bool = False,
-    prepare: Callable[[], None] | None = None,
-    **server_args: Any,
+    model: str | Path, *, env: Mapping[str, str] | None = None, spawn: bool = False, **server_args: Any
 ) -> Any:
     """An ``sglang.Engine`` on the CPU. Call its ``shutdown()``; have one alive at a time.
 
@@ -35,13 +30,12 @@ def start_engine(
         env: variables for this engine's processes, on top of this process's own. SGLang loads plugins once per
             process, so what must reach hooks in *this* process has to be in ``os.environ`` before the first call.
         spawn: start the processes as SGLang does; needed when ``env`` holds what is read at import (TRITON_INTERPRET).
-        prepare: a function that can be imported; the engine's forked processes call it before anything else.
         server_args: fields of SGLang's ServerArgs.
     """
     os.environ.setdefault(CPU_MODE, "1")
     set_environment()
     server_args = {"log_level": "error", "skip_server_warmup": True, **server_args}
-    engine = _engine_class(dict(os.environ) | dict(env or {}), spawn, prepare)
+    engine = _engine_class(dict(os.environ) | dict(env or {}), spawn)
     return engine(model_path=str(model), **server_args)
 
 
@@ -55,17 +49,15 @@ def running_engine(model: str | Path, **kwargs: Any) -> Iterator[Any]:
         engine.shutdown()
 
 
-def _engine_class(env: Mapping[str, str], spawn: bool, prepare: Callable[[], None] | None) -> Any:
+def _engine_class(env: Mapping[str, str], spawn: bool) -> Any:
     from sglang.srt.entrypoints.engine import Engine
 
     class CpuEngine(Engine):
         tokenizer_manager: Any
 
         if not spawn:
-            run_scheduler_process_func = staticmethod(functools.partial(_in_env, env, prepare, "run_scheduler_process"))
-            run_detokenizer_process_func = staticmethod(
-                functools.partial(_in_env, env, prepare, "run_detokenizer_process")
-            )
+            run_scheduler_process_func = staticmethod(functools.partial(_in_env, env, "run_scheduler_process"))
+            run_detokenizer_process_func = staticmethod(functools.partial(_in_env, env, "run_detokenizer_process"))
 
         @classmethod
         def _launch_scheduler_processes(cls, *args: Any, **kwargs: Any) -> Any:
@@ -108,12 +100,10 @@ def environ_with(env: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _in_env(env: Mapping[str, str], prepare: Callable[[], None] | None, entry: str, *args: Any) -> None:
+def _in_env(env: Mapping[str, str], entry: str, *args: Any) -> None:
     """Run SGLang's process entry point ``entry`` under ``env``."""
     os.environ.clear()
     os.environ.update(env)
-    if prepare is not None:
-        prepare()
     from sglang.srt.environ import envs
     from sglang.srt.managers import detokenizer_manager, scheduler
 

@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from hypic.check.session import Prompt
 from hypic.segment import span_id
 from tests.cases.driving import Driver, Writer, outcomes
-from tests.cases.faults import unpinned
 
 RANK, LAYERS, HIDDEN = 4, 4, 128
 OUT = {"q_proj": 128, "v_proj": 64}
@@ -52,7 +51,6 @@ def engine(driver_for: Callable[..., Driver], adapters: dict[str, str]) -> Drive
         "lora_paths": {name: adapters[name] for name in ("a", "b")},
         "max_lora_rank": RANK,
         "max_loras_per_batch": 3,
-        "prepare": unpinned,
     }
     return driver_for("llama", flags=flags)
 

@@ -85,13 +85,6 @@ class Driver(Session):
         """SGLang's TokenizerManager."""
         return self._engine.tokenizer_manager
 
-    def load_adapter(self, name: str, path: str) -> bool:
-        """Load a LoRA adapter; whether it worked."""
-        return bool(self._engine.load_lora_adapter(name, path).success)
-
-    def unload_adapter(self, name: str) -> bool:
-        return bool(self._engine.unload_lora_adapter(name).success)
-
     async def load(self) -> Any:
         """What ``/v1/loads`` is made of."""
         (load,) = await self.manager.get_loads(include=["core"])

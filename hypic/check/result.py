@@ -57,6 +57,7 @@ class Tally:
         self._n = 0
         self._broken: list[str] = []
         self._noted: list[str] = []
+        self.seconds = 0.0
 
     @property
     def tolerance(self) -> float:
@@ -90,8 +91,9 @@ class Tally:
             self._worst, self._where = other._worst, other._where
         self._broken += other._broken
         self._noted += other._noted
+        self.seconds += other.seconds
 
-    def result(self, seconds: float = 0.0) -> CheckResult:
+    def result(self) -> CheckResult:
         """A check that compared nothing has not passed."""
         self.require(self._n > 0, "nothing was compared")
         problems = list(self._broken)
@@ -109,7 +111,7 @@ class Tally:
             n=self._n,
             seed=self.seed,
             detail="; ".join([*problems[:_SHOWN], *more] if problems else self._noted),
-            seconds=seconds,
+            seconds=self.seconds,
         )
 
 

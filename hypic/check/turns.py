@@ -8,8 +8,8 @@ attention-only model reuses all; a hybrid reuses up to a position at which SGLan
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from hypic.check.checks import explain, tokens
 from hypic.check.judge import Judge
@@ -218,3 +218,14 @@ class _Cases:
 def documents_of(prompt: Prompt) -> frozenset[tuple[int, ...]]:
     """The segments of a prompt, by their tokens."""
     return frozenset(tuple(prompt.ids[start:end]) for start, end in prompt.segments)
+
+
+def other_strategy(settings: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags under which SGLang keeps the states of a hybrid in the other way than `settings` say; none where there is no
+    other way, or where the user's `flags` have chosen one."""
+    chosen = {"mamba_radix_cache_strategy", "disable_overlap_schedule", "disable_radix_cache"} & flags.keys()
+    if chosen or not settings["uses_mamba_radix_cache"] or settings["page_size"] > 1:
+        return {}
+    tracks = settings["mamba_radix_cache_strategy"] != "no_buffer"
+    strategy = "no_buffer" if tracks else "extra_buffer"
+    return {"mamba_radix_cache_strategy": strategy, "disable_overlap_schedule": tracks}

@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import msgspec
 import typer
@@ -17,6 +21,10 @@ from hypic.commands.serve import sglang_argv, wants_cpu
 from hypic.config import ConfigError, from_env
 from hypic.platform_cpu import CPU_MODE
 from hypic.platform_cpu.defaults import set_environment
+
+if TYPE_CHECKING:
+    from hypic.check.result import CheckResult
+    from hypic.check.selfcheck import Plan
 
 _OTHER_NAMES = {"tensor_parallel_size": "tp_size", "data_parallel_size": "dp_size", "expert_parallel_size": "ep_size"}
 """argparse destinations of SGLang's flags that differ from the field of ServerArgs."""
@@ -39,12 +47,11 @@ def selfcheck(
 
     A check that cannot be made (the oracle does not know the model, say) is skipped, which is not a pass.
     """
-    console = Console(stderr=True)
     argv = sglang_argv(args or [])
     if wants_cpu(argv, os.environ):
         os.environ[CPU_MODE] = "1"
         set_environment()
-    from hypic.check.selfcheck import CHECKS, Plan, check_model, default_models
+    from hypic.check.selfcheck import CHECKS, Plan
 
     wanted = tuple(c.strip().upper() for c in checks.split(",") if c.strip())
     if unknown := sorted(set(wanted) - set(CHECKS)):
@@ -58,24 +65,61 @@ def selfcheck(
     flags = server_fields(argv)
     path = flags.pop("model_path", None)
     plan = Plan(checks=wanted, seed=seed, soak=soak, config=config, flags=flags)
+    with engine_output() as (terminal, log):
+        results = _run(path, plan, Console(file=terminal))
+    failed = not any(r.passed for r in results) or any(r.status == "failed" for r in results)
+    if as_json:
+        entries = {f"{r.model}:{r.name}": msgspec.to_builtins(r) for r in results}
+        print(json.dumps({"passed": not failed, "checks": entries}))
+    else:
+        Console().print(_table(results))
+    if failed:
+        typer.echo(f"What the engines printed: {log}", err=True)
+        raise typer.Exit(1)
+    log.unlink()
+
+
+def _run(path: str | None, plan: Plan, console: Console) -> list[CheckResult]:
+    """Results on the model at `path`, or on the tiny ones; each is told as it is there."""
+    from hypic.check.selfcheck import check_model, default_models
+
     results = []
     with console.status("starting") as status:
-        for name, model in [(str(path), Path(path))] if path else default_models():
-            status.update(f"{name}: starting an engine")
+        for name, model in [(path, path)] if path else default_models():
 
             def progress(what: str, done: int, of: int, name: str = name) -> None:
-                status.update(f"{name}: {what} {done}/{of}")
+                status.update(f"{name}: {what}" + (f" {done}/{of}" if of > 1 else ""))
 
             for result in check_model(name, model, plan, progress):
                 results.append(result)
                 console.print(f"{result.status:8}{name} {result.name} {result.detail}", highlight=False, markup=False)
-    if as_json:
-        entries = {f"{r.model}:{r.name}": msgspec.to_builtins(r) for r in results}
-        print(json.dumps({"checks": entries, "passed": all(r.passed is not False for r in results)}))
-    else:
-        Console().print(_table(results))
-    if not results or any(r.status == "failed" for r in results):
-        raise typer.Exit(1)
+    return results
+
+
+@contextmanager
+def engine_output() -> Iterator[tuple[TextIO, Path]]:
+    """Everything that this process and those it starts print goes to a file: standard output is for the result alone.
+
+    Yields:
+        What was standard error, and the file.
+    """
+    handle, name = tempfile.mkstemp(prefix="hypic-selfcheck-", suffix=".log")
+    saved = os.dup(1), os.dup(2)
+    terminal = os.fdopen(os.dup(2), "w")
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(handle, 1)
+        os.dup2(handle, 2)
+        yield terminal, Path(name)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, copy in enumerate(saved, start=1):
+            os.dup2(copy, number)
+            os.close(copy)
+        terminal.close()
+        os.close(handle)
 
 
 def server_fields(argv: list[str]) -> dict[str, Any]:
@@ -92,7 +136,7 @@ def server_fields(argv: list[str]) -> dict[str, Any]:
     return {_OTHER_NAMES.get(k, k): v for k, v in given.items() if v != parser.get_default(k)}
 
 
-def _table(results: list[Any]) -> Table:
+def _table(results: list[CheckResult]) -> Table:
     table = Table(title="hypic selfcheck")
     for column in ("model", "check", "status", "worst error", "tolerance", "n", "seconds"):
         table.add_column(column, justify="left" if column in ("model", "check", "status") else "right")

@@ -78,6 +78,16 @@ def seams_hold_other_tokens() -> None:
     admission.LinkLayout = WrongSeams  # type: ignore[misc]
 
 
+def seams_come_from_artifacts() -> None:
+    """Only the first token of a segment is recomputed; the rest of its seam is what the isolated compile left."""
+    import msgspec
+
+    from hypic.engine import lifecycle
+
+    original = lifecycle.from_env
+    lifecycle.from_env = lambda: msgspec.structs.replace(original(), seam_window=1)  # type: ignore[assignment]
+
+
 def slots_are_freed_twice() -> None:
     """Some slots of a linked request are given back once too often."""
     from hypic.engine import admission
@@ -112,6 +122,7 @@ FAULTS = {
         conv_window_stays,
         keys_stay_at_local_positions,
         seams_hold_other_tokens,
+        seams_come_from_artifacts,
         slots_are_freed_twice,
         radix_keys_are_unmarked,
     )

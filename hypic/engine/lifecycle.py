@@ -200,9 +200,30 @@ def abort_request(original: Callable[..., None], scheduler: Any, recv_req: Any) 
             r.rid = rid
 
 
-def after_flush(flushed: bool, scheduler: Any, *_: Any, **__: Any) -> None:
+def flush_cache(original: Callable[..., bool], scheduler: Any, *args: Any, **kwargs: Any) -> bool:
+    """Compiles that nobody waits for must not make a server busy that is idle for its clients: SGLang dies of it when
+    it flushes after a weight update."""
+    _drop_lone_compiles(scheduler)
+    flushed = original(scheduler, *args, **kwargs)
     if flushed:
         scheduler.hypic.flush()
+    return flushed
+
+
+def _drop_lone_compiles(scheduler: Any) -> None:
+    """If only compile requests are in flight: take them back by SGLang's own pause, and forget them."""
+    from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+    manager = scheduler.hypic
+    if not manager.compiling or manager.held or any(compile_of(r) is None for r in scheduler.waiting_queue):
+        return
+    if any(compile_of(r) is None and not r.finished() for r in manager.in_flight()):
+        return
+    paused = scheduler._engine_paused
+    scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+    scheduler._engine_paused = paused
+    scheduler.waiting_queue = [r for r in scheduler.waiting_queue if compile_of(r) is None]
+    manager.sweep()
 
 
 def after_unload_adapter(_: Any, scheduler: Any, recv_req: Any) -> None:

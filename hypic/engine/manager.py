@@ -326,7 +326,7 @@ class LinkManager:
                     self._memory_queue.remove(req)
                 self.finish(req)
         if self._inflight:
-            alive = _alive(self.scheduler)
+            alive = {id(r) for r in _in_flight(self.scheduler)}
             for req in [r for r in self._inflight.values() if id(r) not in alive]:
                 self._fail(req)
         self.metrics.gauges(self.store, self.held)
@@ -360,18 +360,22 @@ class LinkManager:
         """Compile requests in flight."""
         return list(self._inflight.values())
 
+    def in_flight(self) -> list[Any]:
+        """Every request that SGLang still knows; some stand here more than once."""
+        return _in_flight(self.scheduler)
+
     @property
     def compiling(self) -> int:
         return len(self._inflight)
 
 
-def _alive(scheduler: Any) -> set[int]:
-    """ids of the requests SGLang still knows: queued, chunked, running, or in a result that is still to be processed."""
-    alive = {id(r) for r in scheduler.waiting_queue}
+def _in_flight(scheduler: Any) -> list[Any]:
+    """The requests SGLang still knows: queued, chunked, running, or in a result that is still to be processed."""
+    reqs = list(scheduler.waiting_queue)
     batches = [scheduler.running_batch, scheduler.last_batch, *(b for b, _ in getattr(scheduler, "result_queue", ()))]
     for batch in batches:
         if batch is not None:
-            alive.update(id(r) for r in batch.reqs)
+            reqs += batch.reqs
     if scheduler.chunked_req is not None:
-        alive.add(id(scheduler.chunked_req))
-    return alive
+        reqs.append(scheduler.chunked_req)
+    return reqs

@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from hypic.check.judge import EXACT, Judge
@@ -84,6 +85,25 @@ class Driver(Session):
     def manager(self) -> Any:
         """SGLang's TokenizerManager."""
         return self._engine.tokenizer_manager
+
+    async def new_weights(self, path: Path, *, flush: bool = True) -> None:
+        """``/update_weights_from_disk``; waits for all requests unless the engine is paused."""
+        from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+        update = UpdateWeightFromDiskReqInput(model_path=str(path), flush_cache=flush)
+        success, message, _ = await self.manager.update_weights_from_disk(update, None)
+        assert success, message
+
+    async def pause(self, mode: str) -> None:
+        """``/pause_generation``."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        await self.manager.pause_generation(PauseGenerationReqInput(mode=mode))
+
+    async def resume(self) -> None:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        await self.manager.continue_generation(ContinueGenerationReqInput())
 
     async def load(self) -> Any:
         """What ``/v1/loads`` is made of."""

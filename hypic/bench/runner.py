@@ -1,0 +1,162 @@
+"""Runs a benchmark: the self-check first, then one engine after the other, each in a process of its own."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hypic.bench.child import RESULT
+from hypic.bench.report import fit
+from hypic.bench.result import BenchResult, EngineRun
+from hypic.bench.suites import Plan
+from hypic.config import HypicConfig
+from hypic.platform_cpu import CPU_MODE
+from hypic.platform_cpu.defaults import set_environment
+
+CHECKED = "P1,P4"
+KEPT_FLAGS = (
+    "--dtype", "--attention-backend", "--prefill-attention-backend", "--decode-attention-backend", "--linear-attn-backend",
+    "--sampling-backend", "--grammar-backend", "--page-size", "--cuda-graph-backend-prefill", "--device",
+    "--cuda-graph-max-bs-decode", "--log-level",
+)  # fmt: skip
+"""Flags that decide how a link is computed, and some that make engines start faster: the self-check gets them too."""
+BARE_FLAGS = ("--disable-flashinfer-autotune",)
+PACKAGES = ("hypic", "sglang", "torch", "triton", "flashinfer-python", "sglang-kernel", "transformers")
+
+
+class BenchError(RuntimeError):
+    """No figures can be given; the text says why."""
+
+
+def run_bench(
+    plan: Plan,
+    argv: list[str],
+    config: HypicConfig,
+    *,
+    engines: list[str],
+    baselines: list[str],
+    cpu: bool,
+    selfcheck: bool,
+    say: Callable[[str], None],
+) -> BenchResult:
+    """Time `plan` on every engine.
+
+    Args:
+        argv: SGLang's flags. config: hypic's settings, for the hypic engine.
+        engines: of "stock" and "hypic". baselines: flags on top of `argv`, each for one more stock engine.
+        cpu: use CPU mode. selfcheck: refuse to time a hypic whose self-check fails.
+        say: gets lines of progress.
+
+    Raises:
+        BenchError: the self-check failed, or an engine ended without a result.
+    """
+    environ = dict(os.environ) | ({CPU_MODE: "1"} if cpu else {})
+    if cpu:
+        set_environment(environ)
+    checks = _selfcheck(argv, environ | config.to_env(), say) if selfcheck and "hypic" in engines else {}
+    ours, stock = environ | config.to_env(), environ | {"HYPIC_ENABLED": "0"}
+    todo = [(f"stock {more}", [*argv, *shlex.split(more)], stock) for more in baselines]
+    todo += [(name, argv, ours if name == "hypic" else stock) for name in engines]
+    runs = [_engine(name, plan, flags, env, say) for name, flags, env in todo]
+    points = [t for r in runs for t in r.timings if t.suite == "scale"]
+    return BenchResult(
+        command=sys.argv,
+        versions=_versions(),
+        machine=_machine(),
+        workload=msgspec.to_builtins(plan.workload),
+        seam_window=plan.seam_window,
+        selfcheck=checks,
+        engines=runs,
+        fit=fit(points),
+    )
+
+
+def _engine(name: str, plan: Plan, argv: list[str], env: Mapping[str, str], say: Callable[[str], None]) -> EngineRun:
+    say(f"{name}: starting {shlex.join(argv)}")
+    role = "hypic" if name == "hypic" else "stock"
+    command = [sys.executable, "-m", "hypic.bench.child", role, msgspec.json.encode(plan).decode(), *argv]
+    found = None
+    with subprocess.Popen(command, env=dict(env), stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line.startswith(RESULT):
+                found = msgspec.json.decode(line[len(RESULT) :], type=EngineRun)
+            else:
+                say(line.rstrip())
+    if found is None:
+        raise BenchError(
+            f"the engine {name!r} ended with exit code {child.returncode} and without a result; see its log above"
+        )
+    return msgspec.structs.replace(found, name=name)
+
+
+def _selfcheck(argv: list[str], env: Mapping[str, str], say: Callable[[str], None]) -> dict[str, Any]:
+    """`hypic selfcheck` on a tiny model of the same kind, under the flags that decide how a link is computed."""
+    from hypic.check.tiny_models import build
+
+    model = build(tiny_kind(Path(argv[argv.index("--model-path") + 1])))
+    command = ["selfcheck", str(model), "--checks", CHECKED, "--json", *kept_flags(argv)]
+    say(f"hypic {shlex.join(command)}")
+    done = subprocess.run([sys.executable, "-m", "hypic", *command], env=dict(env), stdout=subprocess.PIPE, text=True)
+    try:
+        found: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        raise BenchError(f"hypic selfcheck ended with exit code {done.returncode} and without a result") from None
+    for name, entry in found["checks"].items():
+        worst, bound = (f"{x:.1e}" if x is not None else "-" for x in (entry["worst_error"], entry["tolerance"]))
+        say(f"{name}: {entry['status']}, worst error {worst}, tolerance {bound}; {entry['detail']}")
+    if not found["passed"]:
+        raise BenchError("hypic selfcheck failed under these flags: a wrong answer has no speed. See the lines above")
+    return found["checks"]
+
+
+def kept_flags(argv: list[str]) -> list[str]:
+    """The flags of `argv` that the self-check gets too."""
+    kept = []
+    for i, arg in enumerate(argv):
+        name, equals, _ = arg.partition("=")
+        if name in BARE_FLAGS or (name in KEPT_FLAGS and equals):
+            kept.append(arg)
+        elif name in KEPT_FLAGS:
+            kept += argv[i : i + 2]
+    return kept
+
+
+def tiny_kind(model: Path) -> str:
+    """Name of the tiny model (`hypic.check.tiny_models`) that is most like `model`, a folder with a config.json."""
+    from hypic.check.tiny_models import NAMES
+
+    try:
+        kind = json.loads((model / "config.json").read_text())["model_type"].removesuffix("_text").replace("_", "")
+    except (OSError, ValueError, KeyError):
+        kind = ""
+    return next((name for name in (kind, kind.removesuffix("moe")) if name in NAMES), "qwen35")
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _machine() -> dict[str, str]:
+    import torch
+
+    found = {"cpu": platform.processor() or platform.machine(), "cores": str(os.cpu_count())}
+    if torch.cuda.is_available():
+        found |= {"gpu": torch.cuda.get_device_name(0), "gpus": str(torch.cuda.device_count())}
+    return found

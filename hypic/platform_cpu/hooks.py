@@ -42,6 +42,18 @@ def _track_indices(batch: Any, track_positions: Sequence[int] | None = None) -> 
     batch.mamba_track_indices = buffers.gather(1, torch.tensor(positions).unsqueeze(1)).squeeze(1).to(torch.int64)
 
 
+def _unpinned(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call ``original``; where it asks torch for a new pinned tensor, it gets an ordinary one."""
+    from torch.overrides import TorchFunctionMode
+
+    class Unpinned(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **{k: v for k, v in (kwargs or {}).items() if k != "pin_memory"})
+
+    with Unpinned():
+        return original(*args, **kwargs)
+
+
 def _allocate_bitmask(vocab_size: int, batch_size: int) -> Any:
     import xgrammar
 
@@ -191,6 +203,21 @@ _HOOKS: tuple[Hook, ...] = (
         _track_indices,
         "allocates pinned memory outright",
         ("batch", "track_positions"),
+    ),
+    # adapters
+    Hook(
+        "sglang.srt.lora.lora_manager.LoRAManager.__init__",
+        "around",
+        _unpinned,
+        "the adapted layers allocate pinned memory outright",
+        ("self", "base_model"),
+    ),
+    Hook(
+        "sglang.srt.lora.lora_manager.LoRAManager.prepare_lora_batch",
+        "around",
+        _unpinned,
+        "the LoRA backend allocates pinned memory outright",
+        ("self", "forward_batch"),
     ),
     # constrained decoding
     Hook(

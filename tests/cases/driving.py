@@ -86,6 +86,13 @@ class Driver(Session):
         """SGLang's TokenizerManager."""
         return self._engine.tokenizer_manager
 
+    def load_adapter(self, name: str, path: str) -> bool:
+        """Load a LoRA adapter; whether it worked."""
+        return bool(self._engine.load_lora_adapter(name, path).success)
+
+    def unload_adapter(self, name: str) -> bool:
+        return bool(self._engine.unload_lora_adapter(name).success)
+
     async def new_weights(self, path: Path, *, flush: bool = True) -> None:
         """``/update_weights_from_disk``; waits for all requests unless the engine is paused."""
         from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput

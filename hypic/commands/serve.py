@@ -170,11 +170,12 @@ def run_server(argv: list[str]) -> None:
     except ModuleNotFoundError as error:
         raise ServeError(_NO_SGLANG.format(missing=error.name)) from error
     from hypic.engine.hook import UnsupportedSGLang
+    from hypic.engine.support import Unsupported
 
     load_plugins()
     try:
         server_args = prepare_server_args(argv)
-    except UnsupportedSGLang as error:
+    except (UnsupportedSGLang, Unsupported) as error:
         raise ServeError(str(error)) from error
     try:
         run_sglang(server_args)

@@ -17,12 +17,17 @@ class Refusal(NamedTuple):
 
 
 def _set(name: str) -> Callable[[Any], bool]:
-    return lambda args: bool(getattr(args, name, None))
+    return lambda args: bool(getattr(args, name))
 
 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "--speculative-algorithm", _set("speculative_algorithm"), "draft workers keep states that no artifact covers"
+    ),
+    Refusal(
+        "--decoupled-spec-role",
+        lambda a: a.decoupled_spec_role != "null",
+        "draft workers keep states that no artifact covers",
     ),
     Refusal("--enable-dp-attention", _set("enable_dp_attention"), "padded batches have rows without a run plan"),
     Refusal("--dp-size", lambda a: a.dp_size > 1, "replicas do not share artifacts; start one server per replica"),
@@ -43,10 +48,18 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "--tokenizer-worker-num", lambda a: a.tokenizer_worker_num > 1, "SGLang's tokenizer workers load no plugins"
     ),
+    Refusal("--use-ray", _set("use_ray"), "its scheduler actors load no plugins"),
+    Refusal("--smg-grpc-mode", _set("smg_grpc_mode"), "its server passes by the front end that plans requests"),
     Refusal("--enable-unified-memory", _set("enable_unified_memory"), "state slots move"),
     Refusal("--enable-page-major-kv-layout", _set("enable_page_major_kv_layout"), "state slots are strided"),
+    Refusal(
+        "--enable-int8-mamba-checkpoint",
+        _set("enable_int8_mamba_checkpoint"),
+        "rounding of states in the radix tree is not proven",
+    ),
     Refusal("--enable-linear-replayssm", _set("enable_linear_replayssm"), "the state slot lags behind the sequence"),
     Refusal("--enable-memory-saver", _set("enable_memory_saver"), "released pools would outlive their artifacts"),
+    Refusal("--kv-canary", lambda a: a.kv_canary != "none", "interiors are copied without its marks"),
     Refusal("--kv-events-config", _set("kv_events_config"), "events would publish marked ids"),
     Refusal("--enable-session-radix-cache", _set("enable_session_radix_cache"), "sessions are not proven"),
     Refusal("--enable-streaming-session", _set("enable_streaming_session"), "streaming sessions are not proven"),
@@ -54,8 +67,9 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--enable-pdmux", _set("enable_pdmux"), "it splits the prefill by layers"),
     Refusal("--dllm-algorithm", _set("dllm_algorithm"), "diffusion decoding has no causal state"),
     Refusal("--is-embedding", _set("is_embedding"), "there is no prefill to link"),
-    Refusal("--attn-cp-size", lambda a: getattr(a, "attn_cp_size", 1) > 1, "context parallelism splits runs"),
-    Refusal("--dcp-size", lambda a: getattr(a, "dcp_size", 1) > 1, "context parallelism splits KV pages"),
+    Refusal("--encoder-only", _set("encoder_only"), "there is no prefill to link"),
+    Refusal("--attn-cp-size", lambda a: a.attn_cp_size > 1, "context parallelism splits runs"),
+    Refusal("--dcp-size", lambda a: a.dcp_size > 1, "context parallelism splits KV pages"),
 )
 
 

@@ -59,6 +59,8 @@ def bench(
     numbers = {"--counts": counts, "--lengths": lengths, "--together": together}
     many, long, at_once = (_numbers(flag, text) for flag, text in numbers.items())
     argv = sglang_argv(args)
+    if not any(a.startswith("--log-level") for a in argv):
+        argv += ["--log-level", "warning"]
     try:
         more = {"memory": parse_bytes(memory)} if memory else {}
         config = msgspec.structs.replace(from_env(), enabled=True, **more)

@@ -99,8 +99,8 @@ class Client:
                         steps.append(Step(entry["token"], _by_token(entry["top_logprobs"])))
                 usage = chunk.get("usage") or usage
                 report = (chunk.get("sglext") or {}).get("hypic", report)
-        if not steps:
-            raise RequestError("the answer to a chat request holds no token")
+        if len(steps) != new_tokens:
+            raise RequestError(f"the stream holds {len(steps)} of {new_tokens} tokens with their logprobs")
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
         return ChatAnswer(ttft, steps, cached, _report(report))
 

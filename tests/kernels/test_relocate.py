@@ -189,7 +189,7 @@ def test_capture_writes_the_block_and_nothing_else(rope: Rope, target: Target) -
     counts = [7, 0, 64, 1]
     pools = Pools(rope, counts, target)
     for p in pools.k + pools.v:
-        p[pools.slots] = torch.randn((len(pools.slots), *p.shape[1:]), generator=pools.rng).to(p.dtype)
+        p[pools.slots] = torch.randn((len(pools.slots), *p.shape[1:]), generator=pools.rng).to(p)
     pools.capture()
     for i in range(len(counts)):
         for layer, (k, v) in enumerate(pools.blocks(i)):

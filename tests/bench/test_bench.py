@@ -1,0 +1,147 @@
+"""``hypic bench``: what it draws, counts, fits and refuses, and once for real on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from hypic.bench.report import FIT_TERMS, fit, plot, tables
+from hypic.bench.result import BenchResult, EngineRun, Timing
+from hypic.bench.runner import kept_flags, tiny_kind
+from hypic.bench.suites import NotWarm, Plan, attended_pairs, require_warm
+from hypic.bench.workload import Prompts, Workload
+from hypic.cli import app
+
+SMALL = Workload(system=5, segments=3, segment_tokens=70, query=4, reps=1, seed=3)
+
+
+def test_a_seed_is_a_prompt() -> None:
+    a, b = Prompts(SMALL, 5000), Prompts(SMALL, 5000)
+    ids, bounds = a.prompt(documents := a.documents())
+    assert (ids, bounds) == b.prompt(b.documents())
+    assert len(ids) == SMALL.tokens and [ids[s:e] for s, e in bounds] == documents
+    assert a.prompt(documents)[0][-4:] != ids[-4:], "the query is new"
+    assert sorted(a.shuffled(documents)) == sorted(documents)
+
+
+@given(st.integers(0, 5), st.integers(0, 4), st.integers(1, 9), st.integers(1, 6), st.integers(1, 12))
+def test_computed_tokens_and_pairs_are_those_of_a_warm_link(
+    system: int, segments: int, length: int, query: int, w: int
+) -> None:
+    work = Workload(system, segments, length, query)
+    seams = {system + i * length + j for i in range(segments) for j in range(min(w, length))}
+    computed = {*range(system), *seams, *range(work.tokens - query, work.tokens)}
+    assert work.seams(w) == len(computed)
+    assert attended_pairs(work, w) == sum(t + 1 for t in computed)
+
+
+def point(n: int, length: int, ms: float) -> Timing:
+    work = Workload(segments=n, segment_tokens=length)
+    shape = {"segments": n, "segment_tokens": length, "tokens": work.tokens, "computed": work.seams(8)}
+    return Timing(
+        suite="scale", case=f"warm, {n} x {length}", values=[ms], shape=shape | {"pairs": attended_pairs(work, 8)}
+    )
+
+
+def test_the_fit_finds_what_the_times_were_made_of() -> None:
+    """Segments and computed tokens go together when each segment has w of them, so their sum is what can be found."""
+    grid = [(n, m) for n in (4, 16, 64, 128) for m in (512, 2048, 8192)]
+    shapes = [point(n, m, 1.0).shape for n, m in grid]
+    times = [30 + 0.2 * s["segments"] + 1e-4 * (s["tokens"] - s["computed"]) + 2e-9 * s["pairs"] for s in shapes]
+    found = fit([point(n, m, t) for (n, m), t in zip(grid, times, strict=True)])
+    assert found is not None and found["worst"] < 1e-6
+    assert found["fixed"] + 96 * found["per computed token"] == pytest.approx(30, rel=1e-3)
+    assert found["per segment"] + 8 * found["per computed token"] == pytest.approx(0.2, rel=1e-3)
+    assert found["per cached token"] == pytest.approx(1e-4, rel=1e-3)
+    assert found["per attended pair"] == pytest.approx(2e-9, rel=1e-2)
+
+
+def test_no_coefficient_of_a_fit_is_below_zero() -> None:
+    rng = np.random.default_rng(0)
+    found = fit([point(n, m, float(50 - n / 8 + rng.normal())) for n in (4, 16, 64, 128) for m in (512, 2048)])
+    assert found is not None and all(found[k] >= 0 for k in FIT_TERMS)
+    assert fit([point(4, 512, 1.0)]) is None
+
+
+def test_a_time_that_is_not_warm_is_no_figure() -> None:
+    plan = Plan(("ttft",), SMALL, seam_window=8)
+    good = Timing(suite="ttft", case="warm", values=[1.0, 1.0], cached=[3 * 62, 3 * 62])
+    require_warm(good, plan)
+    require_warm(Timing(suite="ttft", case="cold", values=[1.0], cached=[0]), plan)
+    with pytest.raises(NotWarm, match="--hypic-memory"):
+        require_warm(Timing(suite="ttft", case="warm", values=[1.0, 1.0], cached=[3 * 62, 2 * 62]), plan)
+    with pytest.raises(NotWarm):
+        require_warm(
+            Timing(suite="concurrency", case="warm, 2 at once", values=[1.0], cached=[186], shape={"together": 2}), plan
+        )
+
+
+def test_the_self_check_gets_the_flags_that_decide_how_a_link_is_computed(tmp_path: Path) -> None:
+    argv = "--model-path m --load-format dummy --dtype=bfloat16 --attention-backend triton --mem-fraction-static 0.8"
+    assert kept_flags(argv.split()) == ["--dtype=bfloat16", "--attention-backend", "triton"]
+    for model_type, kind in {
+        "qwen3_5_moe": "qwen35moe", "qwen3_5": "qwen35", "qwen3_next": "qwen3next", "llama": "llama", "mamba": "qwen35",
+    }.items():  # fmt: skip
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+        assert tiny_kind(tmp_path) == kind
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("--suites", "ttft,speed", "speed"),
+        ("--engines", "vllm", "vllm"),
+        ("--counts", "4,x", "whole numbers"),
+        ("--together", "0", "whole numbers"),
+    ],
+)
+def test_bad_options_are_named(flag: str, value: str, said: str) -> None:
+    done = CliRunner().invoke(app, ["bench", "nowhere", flag, value])
+    assert done.exit_code == 2 and said in done.output
+
+
+def test_for_real(tiny_model: Any, tmp_path: Path) -> None:
+    options = "--engines hypic --suites ttft,concurrency --segments 2 --segment-tokens 80 --system 3 --query 5 --reps 1"
+    command = [
+        "bench",
+        str(tiny_model("llama")),
+        *options.split(),
+        "--together",
+        "2",
+        "--no-selfcheck",
+        "--out",
+        str(tmp_path),
+    ]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    result = json.loads((tmp_path / "bench.json").read_text())
+    (engine,) = result["engines"]
+    cases = {t["case"]: t for t in engine["timings"]}
+    assert list(cases) == ["cold", "warm", "turn", "ordinary", "decode", "throughput", "warm, 2 at once"]
+    assert all(len(t["values"]) == 1 and t["values"][0] > 0 for t in cases.values())
+    assert cases["cold"]["cached"][0] <= 3, "the system prompt at most, from the radix tree"
+    assert 2 * 72 <= cases["warm"]["cached"][0] <= 2 * 72 + 3
+    assert result["selfcheck"] == {} and "without its self-check" in " ".join(done.output.split())
+    assert result["versions"]["sglang"] and engine["settings"]["dtype"]
+
+
+def test_what_came_back_is_shown(tmp_path: Path) -> None:
+    def engine(name: str, cold: float) -> EngineRun:
+        timings = [Timing(suite="ttft", case="cold", values=[cold, cold], cached=[0, 0])]
+        return EngineRun(name=name, flags=[], settings={}, start_seconds=1.0, timings=timings)
+
+    runs = [engine("stock", 100.0), engine("stock --attention-backend x", 80.0), engine("hypic", 40.0)]
+    work = {"system": 1, "segments": 1, "segment_tokens": 1, "query": 1, "reps": 2, "seed": 0}
+    result = BenchResult(command=[], versions={}, machine={}, workload=work, seam_window=8, selfcheck={}, engines=runs)
+    (table,) = tables(result)
+    ratios = list(table.columns[-1].cells)
+    assert ratios == ["0.80x", "1.00x", "2.00x"], "held against the fastest stock engine"
+    pytest.importorskip("matplotlib")
+    assert plot(result, tmp_path / "x.png") and (tmp_path / "x.png").stat().st_size > 1000

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -18,6 +19,14 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 
 class ConfigError(ValueError):
     """A ``--hypic-*`` flag or HYPIC_* variable that cannot be used; the text names it and the remedy."""
+
+
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "seam_window": (lambda n: n >= 1, "must be at least 1 token"),
+    "min_segment": (lambda n: n >= 0, "must not be negative"),
+    "attention": (lambda way: way in ("auto", "seam", "expanded"), "write auto, seam or expanded"),
+    "memory": (lambda n: n >= 0, "must not be negative"),
+}
 
 
 class HypicConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,14 +53,9 @@ class HypicConfig(msgspec.Struct, frozen=True, kw_only=True):
     force_link: bool = False
 
     def __post_init__(self) -> None:
-        if self.seam_window < 1:
-            raise ConfigError(f"--hypic-seam-window {self.seam_window}: must be at least 1 token")
-        if self.min_segment < 0:
-            raise ConfigError(f"--hypic-min-segment {self.min_segment}: must not be negative")
-        if self.attention not in ("auto", "seam", "expanded"):
-            raise ConfigError(f"--hypic-attention {self.attention}: write auto, seam or expanded")
-        if self.memory < 0:
-            raise ConfigError(f"--hypic-memory {self.memory}: must not be negative")
+        for name, (holds, remedy) in _RULES.items():
+            if not holds(value := getattr(self, name)):
+                raise ConfigError(f"--hypic-{name.replace('_', '-')} {value}: {remedy}")
 
     def to_env(self) -> dict[str, str]:
         """The HYPIC_* variables that :func:`from_env` reads back as this config."""
@@ -72,23 +76,31 @@ def parse_bytes(text: str) -> int:
 
 def from_env(env: Mapping[str, str] = os.environ) -> HypicConfig:
     """Read HYPIC_*; unset variables keep their defaults. Raises ConfigError naming the variable."""
-    values: dict[str, object] = {}
+    values: dict[str, Any] = {}
     for name in HypicConfig.__struct_fields__:
         var = "HYPIC_" + name.upper()
         if var not in env:
             continue
         raw, default = env[var], getattr(HypicConfig(), name)
         try:
-            if isinstance(default, bool):
-                if raw.lower() not in ("0", "1", "true", "false", ""):
-                    raise ConfigError("write 0 or 1")
-                values[name] = raw.lower() in ("1", "true")
-            elif name == "memory":
-                values[name] = parse_bytes(raw)
-            elif isinstance(default, int):
-                values[name] = int(raw)
-            else:
-                values[name] = raw
-        except ValueError as e:
+            values[name] = _read(name, raw, default)
+            holds, remedy = _RULES.get(name, (lambda _: True, ""))
+            if not holds(values[name]):
+                raise ConfigError(remedy)
+        except ConfigError as e:
             raise ConfigError(f"{var}={raw!r}: {e}") from None
-    return HypicConfig(**values)  # type: ignore[arg-type]
+    return HypicConfig(**values)
+
+
+def _read(name: str, raw: str, default: Any) -> Any:
+    if isinstance(default, bool):
+        if raw.lower() not in ("0", "1", "true", "false", ""):
+            raise ConfigError("write 0 or 1")
+        return raw.lower() in ("1", "true")
+    if name == "memory":
+        return parse_bytes(raw)
+    if isinstance(default, int):
+        if not re.fullmatch(r"\s*-?\d+\s*", raw):
+            raise ConfigError("write a whole number")
+        return int(raw)
+    return raw

@@ -1,0 +1,75 @@
+"""Settings: what HYPIC_* may hold, and what an unusable value is answered."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hypic.config import ConfigError, HypicConfig, from_env, parse_bytes
+
+configs = st.builds(
+    HypicConfig,
+    enabled=st.booleans(),
+    seam_window=st.integers(1, 64),
+    min_segment=st.integers(0, 10**6),
+    memory=st.integers(0, 2**45),
+    separator=st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\0")),
+    start_check=st.booleans(),
+    attention=st.sampled_from(["auto", "seam", "expanded"]),
+    force_link=st.booleans(),
+)
+
+
+@given(configs)
+def test_the_environment_carries_every_setting(config: HypicConfig) -> None:
+    assert from_env({"PATH": "/bin", **config.to_env()}) == config
+
+
+def test_nothing_set_is_the_default() -> None:
+    assert from_env({}) == HypicConfig()
+    assert from_env({"HYPIC_ENABLED": ""}) == HypicConfig()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "remedy"),
+    [
+        ("HYPIC_ENABLED", "yes", "write 0 or 1"),
+        ("HYPIC_START_CHECK", "2", "write 0 or 1"),
+        ("HYPIC_SEAM_WINDOW", "eight", "whole number"),
+        ("HYPIC_SEAM_WINDOW", "", "whole number"),
+        ("HYPIC_SEAM_WINDOW", "0", "at least 1"),
+        ("HYPIC_MIN_SEGMENT", "-1", "must not be negative"),
+        ("HYPIC_MIN_SEGMENT", "6.5", "whole number"),
+        ("HYPIC_MEMORY", "much", "write for example 512MiB"),
+        ("HYPIC_MEMORY", "-5", "write for example 512MiB"),
+        ("HYPIC_ATTENTION", "flash", "auto, seam or expanded"),
+    ],
+)
+def test_an_unusable_value_is_named_with_its_remedy(variable: str, value: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        from_env({variable: value})
+    text = str(error.value)
+    assert variable in text and repr(value) in text and remedy in text
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("0", 0),
+        ("1048576", 1 << 20),
+        ("512MiB", 512 << 20),
+        ("2 GiB", 2 << 30),
+        ("2g", 2 * 10**9),
+        ("1.5Ki", 1536),
+        (" 3kb ", 3000),
+    ],
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "1 TiB", "-1", "1,5g", "0x10", "12 potatoes"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ConfigError, match="512MiB, 2GiB or a number of bytes"):
+        parse_bytes(text)

@@ -80,8 +80,10 @@ def build(shape: dict[str, Any] | None = None, *, seed: int = 0) -> Any:
     with torch.no_grad():
         for path, p in model.named_parameters():
             leaf = path.removesuffix(".weight").rsplit(".", 1)[-1]
-            if leaf == "embed_tokens":
-                p.normal_(std=0.05)
+            if leaf == "embed_tokens":  # large beside what layers add, so that deep layers still see which token it is
+                p.normal_(std=0.2)
+            elif path == "model.norm.weight":  # and so that logits stay of order one, the head being tied to it
+                p.fill_(0.25 - 1)
             elif leaf == "A_log":
                 p.zero_()
             elif leaf == "dt_bias":  # log decays per token from 0.0002 to 0.02, so that some heads remember it all

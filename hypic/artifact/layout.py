@@ -90,6 +90,15 @@ def decode_header(raw: bytes) -> Header:
         raise HeaderError(f"damaged artifact header: {e}") from None
 
 
+def require_header(raw: bytes, expected: Header) -> None:
+    """Raise HeaderError unless the blob that starts with `raw` is the artifact that `expected` describes."""
+    found = decode_header(raw)
+    other = [name for name in Header.__struct_fields__ if getattr(found, name) != getattr(expected, name)]
+    if other:
+        values = ("", *(f"{n} {getattr(found, n)!r}, not {getattr(expected, n)!r}" for n in other if n != "tokens"))
+        raise HeaderError(f"artifact of another {', '.join(other)}{'; '.join(values)}")
+
+
 def token_bytes(tokens: array) -> bytes:
     return array("q", tokens).tobytes()
 

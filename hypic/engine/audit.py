@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hypic.artifact.layout import HeaderError, decode_header, require_header
 from hypic.engine.manager import LinkManager
 
 
@@ -17,7 +18,8 @@ class NotIdle(RuntimeError):
 
 
 def audit(scheduler: Any) -> None:
-    """Every KV page and state slot is either free or held by the radix tree, exactly once, and nothing is locked.
+    """Every KV page and state slot is either free or held by the radix tree, exactly once; nothing is locked; and every
+    artifact is what it is taken for.
 
     SGLang's own leak check compares counts, which a double free passes; this compares sets.
 
@@ -32,6 +34,7 @@ def audit(scheduler: Any) -> None:
     assert manager.compiling == 0, f"{manager.compiling} compile requests are still registered"
     assert manager.store.locked() == 0, f"{manager.store.locked()} artifact locks are held"
     manager.store.check_integrity()
+    _own_headers(manager)
     tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
     held = _radix_slots(tree)
     page = allocator.page_size
@@ -52,6 +55,17 @@ def audit(scheduler: Any) -> None:
             total = size()
             total = total[0] if isinstance(total, tuple) else total
             assert total == 0, f"{total} tokens or states are locked in the radix tree ({name})"
+
+
+def _own_headers(manager: LinkManager) -> None:
+    """Every artifact that may be joined says in its blob what the index takes it for."""
+    buffer = manager.store.arena.buffer
+    for artifact in manager.store.ready():
+        expected = decode_header(manager.header(artifact.tokens, artifact.adapter))
+        try:
+            require_header(bytes(buffer[artifact.offset : artifact.base].cpu().numpy()), expected)
+        except HeaderError as e:
+            raise AssertionError(f"artifact {artifact.key.hex()[:16]}: {e}") from None
 
 
 def _radix_slots(tree: Any) -> torch.Tensor:

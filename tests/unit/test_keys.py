@@ -1,0 +1,121 @@
+"""Store keys and radix namespaces: what may be shared, and what never is (CASES 15, 16, 28, 30)."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from array import array
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hypic.engine.keys import METHOD, KeyIdentity, artifact_key, link_namespace, model_fingerprint
+
+IDENTITY = KeyIdentity(fingerprint="f", dtype="bfloat16", tp_rank=0, tp_size=2, method=METHOD, seam_window=8)
+TOKENS = array("q", range(64))
+
+inputs = st.tuples(
+    st.builds(
+        KeyIdentity,
+        fingerprint=st.sampled_from(["f", "g", "fg"]),
+        dtype=st.sampled_from(["bfloat16", "float16"]),
+        tp_rank=st.integers(0, 1),
+        tp_size=st.integers(1, 2),
+        method=st.sampled_from([METHOD, "dummy"]),
+        seam_window=st.sampled_from([8, 16]),
+        weights_version=st.integers(0, 1),
+    ),
+    st.sampled_from(["", "a", "ab", "b", "bc"]),
+    st.sampled_from(["", "a", "b", "c", "bc"]),
+    st.sampled_from([(), (1,), (1, 2), (2, 1), (258,)]),
+)
+
+
+@given(inputs, inputs)
+def test_keys_are_equal_only_where_everything_is(a: Any, b: Any) -> None:
+    one, two = (artifact_key(i, t, d, array("q", ids)) for i, t, d, ids in (a, b))
+    assert (one == two) == (a == b)
+
+
+@pytest.mark.parametrize("field", ["fingerprint", "dtype", "tp_rank", "tp_size", "method", "seam_window"])
+def test_each_field_of_the_identity_counts(field: str) -> None:
+    import msgspec
+
+    value = getattr(IDENTITY, field)
+    other = msgspec.structs.replace(IDENTITY, **{field: value + 1 if isinstance(value, int) else value + "x"})
+    assert artifact_key(other, "", "", TOKENS) != artifact_key(IDENTITY, "", "", TOKENS)
+
+
+def test_new_weights_never_bring_back_an_old_key() -> None:
+    seen, identity = set(), IDENTITY
+    for _ in range(50):
+        seen.add(artifact_key(identity, "", "", TOKENS))
+        identity = identity.next_weights()
+    assert len(seen) == 50
+
+
+def test_parts_that_join_to_the_same_bytes_have_other_keys() -> None:
+    keys = [
+        artifact_key(IDENTITY, tenant, adapter, TOKENS) for tenant, adapter in (("a", "bc"), ("ab", "c"), ("abc", ""))
+    ]
+    assert len(set(keys)) == 3
+
+
+TEXTS = st.text(st.sampled_from("ab:1\x1f"), max_size=6)
+
+
+@given(TEXTS, TEXTS, TEXTS, TEXTS)
+def test_tenants_never_share_a_radix_namespace(salt: str, extra: str, other_salt: str, other_extra: str) -> None:
+    """SGLang joins cache_salt and extra_key with nothing between: ("a", "bc") and ("ab", "c") arrive as the same string."""
+    one, two = link_namespace(salt + extra, salt, 8), link_namespace(other_salt + other_extra, other_salt, 8)
+    if salt != other_salt:
+        assert one != two
+    elif extra == other_extra:
+        assert one == two
+
+
+def test_a_namespace_holds_the_original_key_the_window_and_is_no_ordinary_one() -> None:
+    names = [link_namespace(*n) for n in itertools.product((None, "x"), ("", "t"), (8, 16))]
+    assert len(set(names)) == len(names)
+    assert all(n not in ("", "x", "t", "xt") for n in names)
+    assert all(n.startswith("x") for n in names[4:])
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "model-1.safetensors").write_bytes(b"12345")
+    (tmp_path / "model.safetensors.index.json").write_text('{"a": "model-1.safetensors"}')
+    (tmp_path / "README.md").write_text("words")
+    return tmp_path
+
+
+def fingerprint(path: Path | str, load_format: str = "auto", **config: Any) -> str:
+    return model_fingerprint(str(path), SimpleNamespace(to_dict=lambda: {"layers": 2, **config}), load_format)
+
+
+def test_a_fingerprint_follows_config_files_and_index(model: Path) -> None:
+    seen = [fingerprint(model)]
+    assert fingerprint(model) == seen[0]
+    (model / "README.md").write_text("other words")
+    assert fingerprint(model) == seen[0]
+    seen += [fingerprint(model, layers=3), fingerprint(model, load_format="dummy")]
+    weights = model / "model-1.safetensors"
+    stat = weights.stat()
+    os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    seen.append(fingerprint(model))
+    weights.write_bytes(b"123456")
+    os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    seen.append(fingerprint(model))
+    weights.rename(model / "model-2.safetensors")
+    seen.append(fingerprint(model))
+    (model / "model.safetensors.index.json").write_text('{"a": "model-2.safetensors"}')
+    seen.append(fingerprint(model))
+    assert len(set(seen)) == len(seen)
+
+
+def test_a_model_by_name_is_known_by_its_name() -> None:
+    assert fingerprint("org/one") == fingerprint("org/one") != fingerprint("org/two")

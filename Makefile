@@ -20,7 +20,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt Makefile
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PIP) $(TORCH_INDEX:%=--extra-index-url %) torch
-	$(PIP) --editable '.[cpu,dev]'
+	$(PIP) --editable '.[cpu,dev,plot]'
 	$(PIP) $(TORCH_INDEX:%=--extra-index-url %) --no-deps torchvision sglang xgrammar compressed-tensors triton
 	$(PY) -c 'from hypic.platform_cpu.torchvision_shim import main; main()'
 	@$(PY) -c 'import torch; torch.version.cuda and print("note: this torch is a CUDA build; for a smaller one: make clean setup TORCH_INDEX=https://download.pytorch.org/whl/cpu")'

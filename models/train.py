@@ -147,12 +147,12 @@ def _summary(parts: list[float]) -> dict[str, Any]:
 
 
 def write_resume(out: Path, kept: dict[str, Tensor], where: dict[str, int]) -> None:
-    """In parts of at most 15 MB, each complete before it takes its name."""
+    """In parts of at most 16.2 MB, each complete before it takes its name."""
     parts: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, t in kept.items():
         size += t.nbytes
-        if size > 15e6 and parts[-1]:
+        if size > 16.2e6 and parts[-1]:
             parts.append({})
             size = t.nbytes
         parts[-1][name] = t.cpu().contiguous()

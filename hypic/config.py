@@ -26,6 +26,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "min_segment": (lambda n: n >= 0, "must not be negative"),
     "attention": (lambda way: way in ("auto", "seam", "expanded"), "write auto, seam or expanded"),
     "memory": (lambda n: n >= 0, "must not be negative"),
+    "state_dtype": (lambda name: name in ("float32", "bfloat16"), "write float32 or bfloat16"),
 }
 
 
@@ -40,6 +41,7 @@ class HypicConfig(msgspec.Struct, frozen=True, kw_only=True):
         separator: cut prompts at this string without a per-request opt-in (clients of the official fork); "" is off.
         start_check: prove relocation and composition on the loaded model before serving.
         attention: full attention of linked rows: "seam" (our kernel), "expanded" (the backend's), or "auto".
+        state_dtype: of T and S in artifacts, "float32" or "bfloat16" (half the bytes, rounded to 8 bits).
         force_link: link segments however short they are (their artifact may be empty); for checks only.
     """
 
@@ -50,6 +52,7 @@ class HypicConfig(msgspec.Struct, frozen=True, kw_only=True):
     separator: str = ""
     start_check: bool = True
     attention: str = "auto"
+    state_dtype: str = "float32"
     force_link: bool = False
 
     def __post_init__(self) -> None:

@@ -1,8 +1,8 @@
 """How an artifact lies in its blob: a self-describing header, then the payload that kernels read.
 
     header    magic, format version, length, msgpack fields (what the artifact is a function of, and its tokens)
-    T         float32 [linear layer][head][d_k][d_k]      transition operators
-    S         float32 [linear layer][head][d_v][d_k]      zero-start end-states, SGLang's [value, key] layout
+    T         [linear layer][head][d_k][d_k]              transition operators, in the state type
+    S         [linear layer][head][d_v][d_k]              zero-start end-states, SGLang's [value, key] layout, likewise
     conv      [linear layer][channel][K-1]                conv window at the segment's end
     KV        per full-attention layer: K [n][head][d], V [n][head][d] of the n interior tokens, K after RoPE at local
               positions
@@ -37,6 +37,8 @@ class LinearShape(msgspec.Struct, frozen=True):
     conv_width: int
     """K - 1 inputs."""
     conv_dtype: str
+    state_dtype: str = "float32"
+    """Of T and S."""
 
 
 class FullShape(msgspec.Struct, frozen=True):
@@ -116,8 +118,9 @@ class ArtifactLayout:
         n = 0
         if linear is not None:
             n = len(linear.layer_ids)
-            self.t_layer = linear.heads * linear.d_k * linear.d_k * 4
-            self.s_layer = linear.heads * linear.d_v * linear.d_k * 4
+            state = _itemsize(linear.state_dtype)
+            self.t_layer = linear.heads * linear.d_k * linear.d_k * state
+            self.s_layer = linear.heads * linear.d_v * linear.d_k * state
             self.conv_layer = linear.conv_channels * linear.conv_width * _itemsize(linear.conv_dtype)
         self._t = 0
         self._s = align(n * self.t_layer)
@@ -149,10 +152,10 @@ class ArtifactLayout:
         """
         out = {}
         if (lin := self.linear) is not None:
-            layers = len(lin.layer_ids)
+            layers, state = len(lin.layer_ids), getattr(torch, lin.state_dtype)
             for name, offset, shape, dtype in (
-                ("T", self._t, (layers, lin.heads, lin.d_k, lin.d_k), torch.float32),
-                ("S", self._s, (layers, lin.heads, lin.d_v, lin.d_k), torch.float32),
+                ("T", self._t, (layers, lin.heads, lin.d_k, lin.d_k), state),
+                ("S", self._s, (layers, lin.heads, lin.d_v, lin.d_k), state),
                 ("conv", self._conv, (layers, lin.conv_channels, lin.conv_width), getattr(torch, lin.conv_dtype)),
             ):
                 nbytes = math.prod(shape) * dtype.itemsize

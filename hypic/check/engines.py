@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hypic.platform_cpu import CPU_MODE
-from hypic.platform_cpu.defaults import set_environment
+from hypic.platform_cpu.defaults import fit_conv_dtype, set_environment
 
 _PRELOAD = ["sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager"]
 
@@ -35,7 +35,9 @@ def start_engine(
     os.environ.setdefault(CPU_MODE, "1")
     set_environment()
     server_args = {"log_level": "error", "skip_server_warmup": True, **server_args}
-    engine = _engine_class(dict(os.environ) | dict(env or {}), spawn)
+    environ = dict(os.environ) | dict(env or {})
+    fit_conv_dtype(str(server_args.get("dtype")), environ)
+    engine = _engine_class(environ, spawn)
     return engine(model_path=str(model), **server_args)
 
 

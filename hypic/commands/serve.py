@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -67,6 +67,15 @@ def serve(
             rich_help_panel=_PANEL,
         ),
     ] = None,
+    state_dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--hypic-state-dtype",
+            metavar="TYPE",
+            help="Type of the linear layers' part of artifacts: float32, or bfloat16 for half the memory. Default float32.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None,
     no_start_check: Annotated[
         bool,
         typer.Option(
@@ -92,7 +101,15 @@ def serve(
         if not argv:
             raise ServeError("name a model: hypic serve MODEL")
         config = merge_config(
-            from_env(os.environ), seam_window, min_segment, memory, separator, attention, no_start_check, off
+            from_env(os.environ),
+            seam_window=seam_window,
+            min_segment=min_segment,
+            memory=memory,
+            separator=separator,
+            attention=attention,
+            state_dtype=state_dtype,
+            no_start_check=no_start_check,
+            off=off,
         )
         prepare_environment(config, cpu=wants_cpu(argv, os.environ), environ=os.environ)
         run_server(argv)
@@ -113,26 +130,13 @@ def sglang_argv(args: Sequence[str]) -> list[str]:
 
 
 def merge_config(
-    base: HypicConfig,
-    seam_window: int | None,
-    min_segment: int | None,
-    memory: str | None,
-    separator: str | None,
-    attention: str | None,
-    no_start_check: bool,
-    off: bool,
+    base: HypicConfig, *, memory: str | None = None, no_start_check: bool = False, off: bool = False, **given: Any
 ) -> HypicConfig:
-    """The environment's configuration ``base`` with the flags that were given. Raises ConfigError."""
+    """The environment's configuration ``base`` with the flags that were given (not None). Raises ConfigError."""
     import msgspec
 
-    given = {
-        "seam_window": seam_window,
-        "min_segment": min_segment,
-        "memory": None if memory is None else parse_bytes(memory),
-        "separator": separator,
-        "attention": attention,
-        "start_check": False if no_start_check else None,
-    }
+    given["memory"] = None if memory is None else parse_bytes(memory)
+    given["start_check"] = False if no_start_check else None
     return msgspec.structs.replace(base, enabled=not off, **{k: v for k, v in given.items() if v is not None})
 
 

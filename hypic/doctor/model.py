@@ -43,7 +43,7 @@ def examine(finding: ModelFinding, server_args: Any, config: HypicConfig, free: 
     finding.problems += _objections(model)
     if finding.problems:
         return
-    layout = read_layout(model, server_args)
+    layout = read_layout(model, server_args, config.state_dtype)
     finding.families = _families(layout)
     if (linear := layout.linear) is not None:
         n = len(linear.layer_ids)
@@ -112,7 +112,7 @@ def _foreign_linear_attention(model: Any) -> str | None:
     return None
 
 
-def read_layout(model: Any, server_args: Any) -> ArtifactLayout:
+def read_layout(model: Any, server_args: Any, state_dtype: str) -> ArtifactLayout:
     """The artifact layout of one rank, from SGLang's ModelConfig (``engine.model.read_layout`` has it from the pools)."""
     from sglang.srt.configs.hybrid_arch import hybrid_gdn_config
     from sglang.srt.runtime_context import get_parallel
@@ -132,6 +132,7 @@ def read_layout(model: Any, server_args: Any) -> ArtifactLayout:
             conv_channels=channels,
             conv_width=width,
             conv_dtype=str(params.dtype.conv).removeprefix("torch."),
+            state_dtype=state_dtype,
         )
         layers = hybrid.full_attention_layer_ids
     full = FullShape(

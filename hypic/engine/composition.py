@@ -50,7 +50,7 @@ def check_composition(model: Any, shape: LinearShape) -> float:
 def _layer_error(layer: Any, shape: LinearShape) -> float:
     weights = layer.conv_weights
     device, total = weights.device, _SEAM + _INTERIOR + _QUERY
-    one = ArtifactLayout(msgspec.structs.replace(shape, layer_ids=(0,)), None)
+    one = ArtifactLayout(msgspec.structs.replace(shape, layer_ids=(0,), state_dtype="float32"), None)
     generator = torch.Generator().manual_seed(0)
 
     def random(*size: int) -> torch.Tensor:

@@ -134,16 +134,21 @@ class LinkedGdn:
         cache = self.req_to_token_pool.mamba2_layer_cache(layer_id)  # type: ignore[attr-defined]
         conv, state = cache.conv[0], cache.temporal
         params = gdn_parameters(layer)
-        offsets: dict[str, Any] = dict(t_off=layout.t_offset(layer_id), s_off=layout.s_offset(layer_id))
+        assert layout.linear is not None
+        states: dict[str, Any] = dict(
+            t_off=layout.t_offset(layer_id),
+            s_off=layout.s_offset(layer_id),
+            state_dtype=getattr(torch, layout.linear.state_dtype),
+        )
         if self._compiles:
             # Before the native kernel moves the conv window on.
             k, v, g, beta = gdn_inputs(mixed_qkv, a, b, plan=self._inputs, conv_pool=conv, **params)
-            gdn_transition(k, v, g, beta, arena=arena, plan=self._transition, **offsets)
+            gdn_transition(k, v, g, beta, arena=arena, plan=self._transition, **states)
         out = mixed_qkv.new_empty(1, mixed_qkv.shape[0], layer.num_v_heads, layer.head_v_dim)
         for step in self._steps:
             if step.chain is not None:
                 gdn_chain(
-                    mixed_qkv, a, b, **params, conv_pool=conv, ssm_pool=state, arena=arena, **offsets,
+                    mixed_qkv, a, b, **params, conv_pool=conv, ssm_pool=state, arena=arena, **states,
                     c_off=layout.conv_offset(layer_id), plan=step.chain, out=out[0],
                 )  # fmt: skip
             if step.native is not None:

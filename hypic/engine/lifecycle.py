@@ -62,17 +62,18 @@ def attach_runtime(_: Any, model_runner: Any) -> None:
     if model_runner.is_draft_worker:
         return
     runtime: LinkRuntime = model_runner.hypic
-    layout = model.read_layout(model_runner)
+    config = from_env()
+    layout = model.read_layout(model_runner, config.state_dtype)
     rotary = None
-    if from_env().start_check:
+    if config.start_check:
         rotary, runtime.off = model.prove(model_runner, layout)
     elif layout.full is not None:
         from hypic.engine.relocation import find_rotary
 
         rotary = find_rotary(model_runner.model, layout.full.layer_ids, model_runner.model_config.context_len)
     runtime.attach(model_runner, layout, rotary)
-    attention = from_env().attention
-    runtime.seam_attention = attention == "seam" or (attention == "auto" and model_runner.device == "cuda")
+    auto = "seam" if model_runner.device == "cuda" else "expanded"
+    runtime.seam_attention = (auto if config.attention == "auto" else config.attention) == "seam"
     if runtime.off is not None:
         logger.error("hypic: position-independent caching is off, requests are served natively: %s", runtime.off)
 

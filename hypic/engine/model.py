@@ -11,14 +11,14 @@ from hypic.engine.relocation import CannotRelocate, Rotary, find_rotary
 from hypic.engine.support import Unsupported
 
 
-def read_layout(model_runner: Any) -> ArtifactLayout:
-    """Artifact layout of the loaded model on this rank. Raises Unsupported."""
+def read_layout(model_runner: Any, state_dtype: str) -> ArtifactLayout:
+    """Artifact layout of the loaded model on this rank; `state_dtype` is that of T and S. Raises Unsupported."""
     backend = model_runner.attn_backend
-    linear = _linear_shape(model_runner, backend)
+    linear = _linear_shape(model_runner, backend, state_dtype)
     return ArtifactLayout(linear, _full_shape(model_runner, backend))
 
 
-def _linear_shape(model_runner: Any, backend: Any) -> LinearShape | None:
+def _linear_shape(model_runner: Any, backend: Any, state_dtype: str) -> LinearShape | None:
     from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
     from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
 
@@ -30,6 +30,10 @@ def _linear_shape(model_runner: Any, backend: Any) -> LinearShape | None:
     pool = model_runner.req_to_token_pool
     if pool.mamba_ckpt_pool is not None:
         raise Unsupported("int8 state checkpoints: rounding in the radix tree is not proven")
+    if state_dtype != "float32" and model_runner.dtype == torch.float32:
+        raise Unsupported(
+            f"--hypic-state-dtype {state_dtype} with a model in float32: leave it out, or serve in bfloat16"
+        )
     conv, state = pool.mamba_pool.mamba_cache.conv, pool.mamba_pool.mamba_cache.temporal
     if len(conv) != 1:
         raise Unsupported(f"{len(conv)} conv states per layer; gated delta networks have one")
@@ -43,6 +47,7 @@ def _linear_shape(model_runner: Any, backend: Any) -> LinearShape | None:
         conv_channels=channels,
         conv_width=width,
         conv_dtype=_name(conv[0].dtype),
+        state_dtype=state_dtype,
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 try:
@@ -38,6 +39,11 @@ def require_triton(tensor: Tensor) -> None:
         raise RuntimeError("impl='triton' needs the triton package, which is not installed")
     if not tensor.is_cuda and not INTERPRETED:
         raise RuntimeError("impl='triton' on a CPU tensor needs TRITON_INTERPRET=1, set before triton is imported")
+
+
+def triton_dtype(dtype: torch.dtype) -> Any:
+    """Triton's name of a float type, as a constexpr argument."""
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
 
 
 def block(n: int) -> int:

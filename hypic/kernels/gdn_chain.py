@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hypic.kernels._common import Impl, blob_view, pick_impl
-from hypic.kernels._triton import Precision, block, jit, require_triton, tl
+from hypic.kernels._triton import Precision, block, jit, require_triton, tl, triton_dtype
 from hypic.kernels.gdn_inputs import (
     GdnLayer,
     conv_torch,
@@ -49,6 +49,7 @@ def gdn_chain(
     c_off: int,
     plan: ChainPlan,
     out: Tensor,
+    state_dtype: torch.dtype = torch.float32,
     scratch: Tensor | None = None,
     precision: Precision = "tf32",
     impl: Impl | None = None,
@@ -65,8 +66,8 @@ def gdn_chain(
         a, b: [T, HV].
         conv_weight: [D, W]; conv_bias: [D] or None; activation: "silu", "swish" or None; A_log, dt_bias: [HV].
         conv_pool: [slots, D, W-1], any float type. ssm_pool: [slots, HV, V, K], fp32 or bf16.
-        arena: uint8 [bytes]. t_off, s_off, c_off: byte offsets inside a blob of this layer's T [HV, K, K] fp32,
-            S [HV, V, K] fp32 and conv tail [D, W-1] in the type of conv_pool.
+        arena: uint8 [bytes]. t_off, s_off, c_off: byte offsets inside a blob of this layer's T [HV, K, K] and
+            S [HV, V, K] in state_dtype (fp32 or bf16), and conv tail [D, W-1] in the type of conv_pool.
         out: [T, HV, V]; only the rows of run tokens are written.
         scratch: fp32 [>= chain_scratch(plan, D, HV)], free to share between layers of one stream; None: allocated.
         precision: of h T in the Triton kernel.
@@ -82,9 +83,11 @@ def gdn_chain(
         raise ValueError(f"ssm_pool {tuple(ssm_pool.shape)} is not [slots, {num_v_heads}, {head_v_dim}, {head_k_dim}]")
     offsets = t_off, s_off, c_off
     if pick_impl(impl, x) == "triton":
-        _gdn_chain_triton(layer, x, a, b, conv_pool, ssm_pool, arena, offsets, plan, out, scratch, precision)
+        _gdn_chain_triton(
+            layer, x, a, b, conv_pool, ssm_pool, arena, offsets, plan, out, state_dtype, scratch, precision
+        )
     else:
-        _gdn_chain_torch(layer, x, a, b, conv_pool, ssm_pool, arena, offsets, plan, out)
+        _gdn_chain_torch(layer, x, a, b, conv_pool, ssm_pool, arena, offsets, plan, out, state_dtype)
 
 
 def chain_scratch(plan: ChainPlan, dim: int, num_v_heads: int) -> int:
@@ -106,6 +109,7 @@ def _gdn_chain_torch(
     offsets: tuple[int, int, int],
     plan: ChainPlan,
     out: Tensor,
+    state_dtype: torch.dtype,
 ) -> None:
     t_off, s_off, c_off = offsets
     hv, dk, dv = layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
@@ -129,9 +133,9 @@ def _gdn_chain_torch(
                 out[item.tok : item.tok + item.length] = o.transpose(0, 1).to(out.dtype)
                 done += item.length
             if item.art != NO_ARTIFACT:
-                t = blob_view(arena, item.art + t_off, (hv, dk, dk), torch.float32)
-                s = blob_view(arena, item.art + s_off, (hv, dv, dk), torch.float32)
-                h = h @ t + s
+                t = blob_view(arena, item.art + t_off, (hv, dk, dk), state_dtype)
+                s = blob_view(arena, item.art + s_off, (hv, dv, dk), state_dtype)
+                h = h @ t.float() + s.float()
         states[r] = h
     conv_pool[plan.slot] = windows.to(conv_pool.dtype)
     ssm_pool[plan.slot] = states.to(ssm_pool.dtype)
@@ -178,6 +182,7 @@ def _gdn_chain_triton(
     offsets: tuple[int, int, int],
     plan: ChainPlan,
     out: Tensor,
+    state_dtype: torch.dtype,
     scratch: Tensor | None,
     precision: Precision,
 ) -> None:
@@ -222,8 +227,8 @@ def _gdn_chain_triton(
         conv_pool.stride(0),
         ssm_pool.stride(0),
         out.stride(0),
-        t_off // 4,
-        s_off // 4,
+        t_off // state_dtype.itemsize,
+        s_off // state_dtype.itemsize,
         c_off // conv_pool.element_size(),
         HK=hk,
         HV=hv,
@@ -232,6 +237,8 @@ def _gdn_chain_triton(
         DIM=layer.dim,
         BACK=layer.width - 1,
         ITEM_BYTES=conv_pool.element_size(),
+        STATE=triton_dtype(state_dtype),
+        STATE_BYTES=state_dtype.itemsize,
         BK=bk,
         BV=bv,
         BC=block(-(-layer.dim // (hv * blocks))),
@@ -275,6 +282,8 @@ def _chain_kernel(
     DIM: tl.constexpr,
     BACK: tl.constexpr,
     ITEM_BYTES: tl.constexpr,
+    STATE: tl.constexpr,
+    STATE_BYTES: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     BC: tl.constexpr,
@@ -289,8 +298,8 @@ def _chain_kernel(
     ok_h = ok_v[:, None] & ok_k[None, :]
     slot = tl.load(slots + row)
     state = ssm_pool + slot * ssm_stride + (hv * DV + dv[:, None]) * DK + dk[None, :]
-    t_rows = arena.to(tl.pointer_type(tl.float32)) + t_off + (hv * DK + dk[:, None]) * DK + dk[None, :]
-    s_rows = arena.to(tl.pointer_type(tl.float32)) + s_off + (hv * DV + dv[:, None]) * DK + dk[None, :]
+    t_rows = arena.to(tl.pointer_type(STATE)) + t_off + (hv * DK + dk[:, None]) * DK + dk[None, :]
+    s_rows = arena.to(tl.pointer_type(STATE)) + s_off + (hv * DV + dv[:, None]) * DK + dk[None, :]
 
     h = tl.load(state, mask=ok_h & (tl.load(fresh + row) == 0), other=0.0).to(tl.float32)
     for item in range(tl.load(row_ptr + row), tl.load(row_ptr + row + 1)):
@@ -308,9 +317,10 @@ def _chain_kernel(
             tl.store(out + (token + t) * out_stride + hv * DV + dv, o.to(out.dtype.element_ty), mask=ok_v)
         artifact = tl.load(item_art + item)
         if artifact >= 0:
-            blob = tl.multiple_of(artifact // 4, 4)
-            operator = tl.load(t_rows + blob, mask=ok_k[:, None] & ok_k[None, :], other=0.0)
-            h = tl.dot(h, operator, tl.load(s_rows + blob, mask=ok_h, other=0.0), input_precision=PRECISION)
+            blob = tl.multiple_of(artifact // STATE_BYTES, 16 // STATE_BYTES)
+            operator = tl.load(t_rows + blob, mask=ok_k[:, None] & ok_k[None, :], other=0.0).to(tl.float32)
+            end_state = tl.load(s_rows + blob, mask=ok_h, other=0.0).to(tl.float32)
+            h = tl.dot(h, operator, end_state, input_precision=PRECISION)
     tl.store(state, h.to(ssm_pool.dtype.element_ty), mask=ok_h)
 
     # Each program also moves its share of the channels to the window at the row's end.

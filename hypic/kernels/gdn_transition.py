@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hypic.kernels._common import BLOB_ALIGN, Impl, blob_view, pick_impl, to_device
-from hypic.kernels._triton import Precision, block, jit, require_triton, tl
+from hypic.kernels._triton import Precision, block, jit, require_triton, tl, triton_dtype
 from hypic.kernels.gdn_inputs import InputsPlan, gdn_inputs
 from hypic.kernels.wy import CHUNK, Chunk
 
@@ -93,6 +93,7 @@ def gdn_transition(
     t_off: int,
     s_off: int,
     plan: TransitionPlan,
+    state_dtype: torch.dtype = torch.float32,
     scratch: Tensor | None = None,
     precision: Precision = "tf32",
     impl: Impl | None = None,
@@ -105,9 +106,10 @@ def gdn_transition(
 
     Args:
         k: fp32 [M, HK, K], l2-normalised. v: fp32 [M, HV, V]. g (log decay), beta: fp32 [M, HV]. See gdn_inputs.
-        arena: uint8 [bytes]. t_off, s_off: byte offsets inside a blob of this layer's fp32 T [HV, K, K], S [HV, V, K].
+        arena: uint8 [bytes]. t_off, s_off: byte offsets inside a blob of this layer's T [HV, K, K], S [HV, V, K].
+        state_dtype: of T and S in the blob, fp32 or bf16; rounded once per call.
         scratch: fp32 [>= transition_scratch(plan, HV)], free to share between layers of one stream; None: allocated.
-        precision: of the matrix products in the Triton kernels; the state rows stay fp32.
+        precision: of the matrix products in the Triton kernels; between chunks the state rows are fp32.
     Raises: ValueError if shapes disagree.
     """
     if v.shape[1] % k.shape[1] or not k.shape[0] == v.shape[0] == g.shape[0] == beta.shape[0]:
@@ -115,9 +117,9 @@ def gdn_transition(
             f"k {tuple(k.shape)}, v {tuple(v.shape)}, g {tuple(g.shape)}, beta {tuple(beta.shape)} disagree"
         )
     if pick_impl(impl, k) == "triton":
-        _gdn_transition_triton(k, v, g, beta, arena, t_off, s_off, plan, scratch, precision)
+        _gdn_transition_triton(k, v, g, beta, arena, t_off, s_off, plan, state_dtype, scratch, precision)
     else:
-        _gdn_transition_torch(k, v, g, beta, arena, t_off, s_off, plan)
+        _gdn_transition_torch(k, v, g, beta, arena, t_off, s_off, plan, state_dtype)
 
 
 def transition_scratch(plan: TransitionPlan, num_v_heads: int) -> int:
@@ -129,19 +131,27 @@ def transition_scratch(plan: TransitionPlan, num_v_heads: int) -> int:
 
 
 def _gdn_transition_torch(
-    k: Tensor, v: Tensor, g: Tensor, beta: Tensor, arena: Tensor, t_off: int, s_off: int, plan: TransitionPlan
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    arena: Tensor,
+    t_off: int,
+    s_off: int,
+    plan: TransitionPlan,
+    state_dtype: torch.dtype,
 ) -> None:
     hv, dk, dv = v.shape[1], k.shape[2], v.shape[2]
     cu, blobs, first = plan.lists
     for i, blob in enumerate(blobs):
-        t = blob_view(arena, blob + t_off, (hv, dk, dk), torch.float32)
-        s = blob_view(arena, blob + s_off, (hv, dv, dk), torch.float32)
+        t = blob_view(arena, blob + t_off, (hv, dk, dk), state_dtype)
+        s = blob_view(arena, blob + s_off, (hv, dv, dk), state_dtype)
         if first[i]:
             t.copy_(torch.eye(dk, device=k.device))
             s.zero_()
         if cu[i + 1] == cu[i]:
             continue
-        rows = torch.cat([t, s], 1)
+        rows = torch.cat([t, s], 1).float()
         part = slice(cu[i], cu[i + 1])
         for chunk_k, chunk_v, chunk_g, chunk_beta in zip(*(_chunks(x[part]) for x in (k, v, g, beta)), strict=True):
             chunk = Chunk.of(chunk_k.repeat_interleave(hv // k.shape[1], 0), chunk_g, chunk_beta)
@@ -168,6 +178,7 @@ def _gdn_transition_triton(
     t_off: int,
     s_off: int,
     plan: TransitionPlan,
+    state_dtype: torch.dtype,
     scratch: Tensor | None,
     precision: Precision,
 ) -> None:
@@ -191,8 +202,9 @@ def _gdn_transition_triton(
     rows = 64 if dk <= 128 else 32
     blocks = -(-dk // rows) + -(-dv // rows)
     _advance_kernel[(blocks, sequences * hv)](
-        k, v, g, beta, scratch, arena, plan.cu, plan.blob, plan.first, plan.chunk_row, plan.chunk_ptr, t_off // 4,
-        s_off // 4, **shape, DV=dv, BR=rows, num_warps=8,
+        k, v, g, beta, scratch, arena, plan.cu, plan.blob, plan.first, plan.chunk_row, plan.chunk_ptr,
+        t_off // state_dtype.itemsize, s_off // state_dtype.itemsize, **shape, DV=dv, BR=rows,
+        STATE=triton_dtype(state_dtype), STATE_BYTES=state_dtype.itemsize, num_warps=8,
     )  # fmt: skip
 
 
@@ -275,6 +287,8 @@ def _advance_kernel(
     PRECISION: tl.constexpr,
     DV: tl.constexpr,
     BR: tl.constexpr,
+    STATE: tl.constexpr,
+    STATE_BYTES: tl.constexpr,
 ):
     """One program: BR rows of T or S of one subsequence and value head, over its chunks."""
     T_BLOCKS: tl.constexpr = (DK + BR - 1) // BR
@@ -287,11 +301,11 @@ def _advance_kernel(
     start, end = tl.load(cu + seq), tl.load(cu + seq + 1)
     fresh = tl.load(first + seq) != 0
 
-    blob = tl.multiple_of(tl.load(blobs + seq) // 4, 4)
+    blob = tl.multiple_of(tl.load(blobs + seq) // STATE_BYTES, 16 // STATE_BYTES)
     head = tl.where(is_t, t_off + hv * DK * DK, s_off + hv * DV * DK)
-    rows_at = arena.to(tl.pointer_type(tl.float32)) + blob + head + r[:, None] * DK + d[None, :]
+    rows_at = arena.to(tl.pointer_type(STATE)) + blob + head + r[:, None] * DK + d[None, :]
     identity = tl.where(is_t & (r[:, None] == d[None, :]), 1.0, 0.0)
-    rows = tl.where(fresh, identity, tl.load(rows_at, mask=ok & (fresh == 0), other=0.0))
+    rows = tl.where(fresh, identity, tl.load(rows_at, mask=ok & (fresh == 0), other=0.0).to(tl.float32))
 
     for chunk in range(tl.load(chunk_ptr + seq), tl.load(chunk_ptr + seq + 1)):
         m = tl.load(chunk_row + chunk)
@@ -306,4 +320,4 @@ def _advance_kernel(
         keys_end = keys * tl.exp(total - log_decay)[:, None]
         rows = tl.dot(tl.trans(written), keys_end, rows * tl.exp(total), input_precision=PRECISION)
     if fresh | (end > start):
-        tl.store(rows_at, rows, mask=ok)
+        tl.store(rows_at, rows.to(STATE), mask=ok)

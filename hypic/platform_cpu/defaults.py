@@ -7,12 +7,14 @@ import os
 from collections.abc import MutableMapping
 from typing import Any
 
+_CONV_DTYPE = "SGLANG_MAMBA_CONV_DTYPE"
+
 ENVIRONMENT = {
     # Tiny matrices: OpenMP's barriers cost thirty times the arithmetic.
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
     # The bfloat16 default for convolution windows alone moves logprobs by 1e-3.
-    "SGLANG_MAMBA_CONV_DTYPE": "float32",
+    _CONV_DTYPE: "float32",
     "TOKENIZERS_PARALLELISM": "false",
 }
 
@@ -35,9 +37,16 @@ def set_environment(environ: MutableMapping[str, str] = os.environ) -> None:
         environ.setdefault(name, value)
 
 
+def fit_conv_dtype(dtype: str, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Convolution windows in the type the model is served in: SGLang's CPU path copies inputs into them as they are."""
+    if dtype in ("bfloat16", "float16", "half") and environ.get(_CONV_DTYPE) == ENVIRONMENT[_CONV_DTYPE]:
+        environ[_CONV_DTYPE] = "float16" if dtype == "half" else dtype
+
+
 def fill_server_args(server_args: Any) -> None:
     """Give ServerArgs fields that still hold their dataclass default the value that suits a CPU."""
     defaults = {f.name: f.default for f in dataclasses.fields(server_args)}
     for name, value in SERVER_ARGS.items():
         if getattr(server_args, name) == defaults[name]:
             setattr(server_args, name, value)
+    fit_conv_dtype(server_args.dtype)

@@ -17,7 +17,7 @@ from hypic.check.result import CheckResult
 from hypic.check.selfcheck import CHECKS, DEFAULT_MODELS, Plan, check_model
 from hypic.check.session import Session, SessionError
 from hypic.cli import app
-
+from hypic.config import HypicConfig
 
 FLAGS: dict[str, dict[str, Any]] = {
     "qwen3next": {},  # P6 under both of SGLang's strategies for states
@@ -45,6 +45,16 @@ def test_the_seam_kernel_serves_too(tiny_model: Callable[[str], Path], monkeypat
     plan = Plan(checks=("P1", "P4"), config=from_env())
     results = list(check_model("qwen35", tiny_model("qwen35"), plan, lambda *_: None))
     assert [r.status for r in results] == ["passed", "passed"], [r.detail for r in results]
+
+
+def test_a_16_bit_engine_is_judged_by_stocks_own_error(tiny_model: Callable[[str], Path]) -> None:
+    """Model, conv windows, T and S in bfloat16: what serves on a GPU."""
+    config = HypicConfig(state_dtype="bfloat16")
+    plan = Plan(checks=("P1", "P3", "P4"), config=config, flags={"dtype": "bfloat16"})
+    results = list(check_model("qwen35", tiny_model("qwen35"), plan, lambda *_: None))
+    assert [r.status for r in results] == ["passed"] * 3, [r.detail for r in results]
+    p1, _, p4 = (r.worst_error for r in results)
+    assert p1 and p4 and min(p1, p4) > 1e-3, "rounding is there, so the bound was put to use"
 
 
 def test_json_is_all_that_is_printed(tiny_model: Callable[[str], Path]) -> None:

@@ -73,6 +73,7 @@ class Case:
     blobs: int = 4
     seed: int = 0
     pool_dtype: torch.dtype = torch.float32
+    state_dtype: torch.dtype = torch.float32
     bias: bool = True
     device: str = "cpu"
     rng: torch.Generator = field(init=False)
@@ -94,7 +95,8 @@ class Case:
         }
         self.conv_pool = torch.full((self.slots, h.dim, h.width - 1), float("nan"), dtype=self.pool_dtype)
         self.ssm_pool = torch.full((self.slots, h.hv, h.dv, h.dk), float("nan"), dtype=self.pool_dtype)
-        t_bytes, s_bytes = h.hv * h.dk * h.dk * 4, h.hv * h.dv * h.dk * 4
+        state = self.state_dtype.itemsize
+        t_bytes, s_bytes = h.hv * h.dk * h.dk * state, h.hv * h.dv * h.dk * state
         self.t_off, self.s_off = 64, 64 + t_bytes + 16
         self.c_off = self.s_off + s_bytes + 16
         c_bytes = h.dim * (h.width - 1) * self.pool_dtype.itemsize
@@ -109,11 +111,11 @@ class Case:
 
     def t_view(self, blob: int) -> Tensor:
         h = self.heads
-        return blob_view(self.arena, blob * self.stride + self.t_off, (h.hv, h.dk, h.dk), torch.float32)
+        return blob_view(self.arena, blob * self.stride + self.t_off, (h.hv, h.dk, h.dk), self.state_dtype)
 
     def s_view(self, blob: int) -> Tensor:
         h = self.heads
-        return blob_view(self.arena, blob * self.stride + self.s_off, (h.hv, h.dv, h.dk), torch.float32)
+        return blob_view(self.arena, blob * self.stride + self.s_off, (h.hv, h.dv, h.dk), self.state_dtype)
 
     def c_view(self, blob: int) -> Tensor:
         h = self.heads
@@ -182,6 +184,7 @@ class Case:
             "t_off": self.t_off,
             "s_off": self.s_off,
             "c_off": self.c_off,
+            "state_dtype": self.state_dtype,
             "out": out,
         }
 

@@ -86,6 +86,13 @@ def test_pools_in_bf16_are_rounded_once(target: Target) -> None:
     check(case, target, *rag(case), tol=1e-2)
 
 
+@pytest.mark.parametrize("heads", [Heads(), Heads(1, 1, 5, 3)], ids=str)
+def test_artifacts_in_bf16_are_read_as_they_are(heads: Heads, target: Target) -> None:
+    """The truth reads the same rounded T and S: nothing else may be rounded."""
+    case = Case(heads, tokens=26, state_dtype=torch.bfloat16, device=target.device)
+    check(case, target, *rag(case))
+
+
 def test_model_in_bf16(target: Target) -> None:
     """Projections, parameters and outputs in bf16, as on a GPU: only the output is rounded."""
     case = Case(Heads(), tokens=26, device=target.device)

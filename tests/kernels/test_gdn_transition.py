@@ -91,7 +91,8 @@ def run(
     case: Case, target: Target, inputs: tuple[torch.Tensor, ...], cu: list[int], blobs: list[int], first: list[bool]
 ) -> None:
     plan = TransitionPlan.build(cu=cu, blob=[b * case.stride for b in blobs], first=first, device=case.device)
-    gdn_transition(*inputs, arena=case.arena, t_off=case.t_off, s_off=case.s_off, plan=plan, **target.dots)
+    states = {"t_off": case.t_off, "s_off": case.s_off, "state_dtype": case.state_dtype}
+    gdn_transition(*inputs, arena=case.arena, **states, plan=plan, **target.dots)
 
 
 def assert_only_written(case: Case, blobs: list[int]) -> None:
@@ -150,6 +151,19 @@ def test_chunked_compile_accumulates(cuts: list[int], target: Target) -> None:
     t, s = truth(case, inputs, slice(0, n))
     assert_close(case.t_view(2), t, 2e-5)
     assert_close(case.s_view(2), s, 2e-5)
+
+
+@pytest.mark.parametrize("cuts", [[], [7, 70]], ids=["whole", "chunked"])
+def test_states_in_bf16_are_rounded_once_per_call(cuts: list[int], target: Target) -> None:
+    case, n = Case(Heads(), tokens=0, state_dtype=torch.bfloat16, device=target.device), 200
+    inputs = random_inputs(case, n)
+    for i, (lo, hi) in enumerate(itertools.pairwise([0, *cuts, n])):
+        run(case, target, inputs, [lo, hi], [2], [i == 0])
+    t, s = truth(case, inputs, slice(0, n))
+    bound = 2**-9 * (len(cuts) + 1) * 1.2  # of the scale: half a unit in the last place for each call
+    assert_close(case.t_view(2), t, bound)
+    assert_close(case.s_view(2), s, bound)
+    assert_only_written(case, [2])
 
 
 def test_state_after_a_segment_is_h_T_plus_S(target: Target) -> None:

@@ -88,7 +88,7 @@ def test_cpu_mode_is_not_set_on_a_gpu_machine() -> None:
 
 def test_bad_size_names_the_remedy() -> None:
     with pytest.raises(ConfigError, match="512MiB"):
-        serve.merge_config(HypicConfig(), None, None, "2 potatoes", None, None, False, False)
+        serve.merge_config(HypicConfig(), memory="2 potatoes")
 
 
 def test_help_is_fast_and_imports_nothing_heavy() -> None:

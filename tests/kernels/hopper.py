@@ -91,7 +91,9 @@ def recorded() -> Iterator[list[tuple[str, Report]]]:
         yield reports
 
 
-def compile_all(hk: int, hv: int, dk: int, dv: int, kv_heads: int, kv_dim: int) -> list[tuple[str, Report]]:
+def compile_all(
+    hk: int, hv: int, dk: int, dv: int, kv_heads: int, kv_dim: int, state_dtype: torch.dtype = torch.float32
+) -> list[tuple[str, Report]]:
     """Every operation in bf16 at one shape. Returns (kernel, report) per launch."""
     n, width, dim = 64, 4, 2 * hk * dk + hv * dv
     bf16 = {"dtype": torch.bfloat16}
@@ -109,7 +111,7 @@ def compile_all(hk: int, hv: int, dk: int, dv: int, kv_heads: int, kv_dim: int) 
         "conv_pool": torch.empty(2, dim, width - 1, **bf16),
     }
     x, a, b = torch.empty(n, dim, **bf16), torch.empty(n, hv, **bf16), torch.empty(n, hv, **bf16)
-    offsets = {"arena": arena, "t_off": 256, "s_off": 512}
+    offsets = {"arena": arena, "t_off": 256, "s_off": 512, "state_dtype": state_dtype}
     pools = [torch.empty(8, kv_heads, kv_dim, **bf16) for _ in range(2)]
     with recorded() as reports:
         chain = gdn_chain.ChainPlan.build(

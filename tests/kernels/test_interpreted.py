@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,15 +30,17 @@ def test_triton_kernels_under_the_interpreter() -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
-SHAPES = {
-    "qwen3.5-35b-a3b": {"hk": 16, "hv": 32, "dk": 128, "dv": 128, "kv_heads": 2, "kv_dim": 256},
+QWEN35 = {"hk": 16, "hv": 32, "dk": 128, "dv": 128, "kv_heads": 2, "kv_dim": 256}
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3.5-35b-a3b": QWEN35,
+    "qwen3.5-35b-a3b, states in bf16": QWEN35 | {"state_dtype": torch.bfloat16},
     "odd": {"hk": 1, "hv": 3, "dk": 48, "dv": 80, "kv_heads": 3, "kv_dim": 24},
 }
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs the compiler")
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_kernels_compile_for_hopper(shape: dict[str, int]) -> None:
+def test_kernels_compile_for_hopper(shape: dict[str, Any]) -> None:
     """They fit into shared memory and spill no registers (a spill is a regression in speed)."""
     from hopper import compile_all
 

@@ -137,6 +137,9 @@ class LinkManager:
         assert link is not None
         hit = self._radix_hit(req, link)
         need = [s for s in link.linked if s.end > hit]
+        if self._shrink(need, req):  # before anything is evicted in vain
+            self.resolve(req)
+            return
         found: dict[bytes, Artifact | None] = {s.key: self.store.find(s.key, s.tokens) for s in need}
         for s in need:
             if (artifact := found[s.key]) is not None:
@@ -147,14 +150,13 @@ class LinkManager:
         if made is None:
             alone = self.store.locked() == len(link.artifacts)
             self._start_over(link)
-            if not self._shrink(need, req):
-                if queued_before or not alone:
-                    link.state = LinkState.WAITING
-                    if req not in self._memory_queue:
-                        self._memory_queue.append(req)
-                    return
-                # Nobody to wait for: its own hits leave holes too small for what is missing. Begin with an empty arena.
-                self.store.invalidate(lambda a: not a.locks)
+            if queued_before or not alone:
+                link.state = LinkState.WAITING
+                if req not in self._memory_queue:
+                    self._memory_queue.append(req)
+                return
+            # Nobody to wait for: its own hits leave holes too small for what is missing. Begin with an empty arena.
+            self.store.invalidate(lambda a: not a.locks)
             self.resolve(req)
             return
         if req in self._memory_queue:
@@ -244,12 +246,17 @@ class LinkManager:
                     self.metrics.compiled(state.length, time.perf_counter() - state.started)
                 else:
                     self._fail(req)
-            elif (
-                isinstance(state, Link)
-                and state.state is LinkState.ADMITTED
-                and (req.finished() or state.joined or state.layout is None)
-            ):
-                self.finish(req)
+            elif isinstance(state, Link):
+                self._time(req, state)
+                if state.state is LinkState.ADMITTED and (req.finished() or state.joined or state.layout is None):
+                    self.finish(req)
+
+    def _time(self, req: Any, link: Link) -> None:
+        """Observe what a linked request's first token took, once SGLang has it (so the device is not asked again)."""
+        if req.output_ids and not link.timed:
+            link.timed = True
+            if link.linked:
+                self.metrics.linked(link.released - link.arrived, time.perf_counter() - link.released)
 
     def _fail(self, compile_req: Any) -> None:
         """A compile ended without an artifact: its segment is plain for the requests that wait for it."""
@@ -286,6 +293,7 @@ class LinkManager:
     def _poll_held(link: Link) -> None:
         if all(a.ready for a in link.artifacts):
             link.state = LinkState.READY
+            link.released = time.perf_counter()
 
     def admitted(self, req: Any) -> None:
         """The request is in the next batch."""

@@ -10,7 +10,7 @@ _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 
 
 class EngineMetrics:
-    """Counters by outcome and reason, seconds of compile and link, and the arena's fill.
+    """Counters by outcome and reason, seconds of compile, wait and link, and the arena's fill.
 
     Args:
         labels: constant labels (model name, TP rank); None switches everything off.
@@ -33,8 +33,14 @@ class EngineMetrics:
         self._fallbacks = counter("fallbacks_total", "Segments or requests served natively, by reason", "reason")
         self._evicted = counter("evictions_total", "Artifacts evicted from the arena")
         self._compile = Histogram("hypic:compile_seconds", "Compile, from spawn to stored", names, buckets=_SECONDS)
+        self._waited = Histogram(
+            "hypic:held_seconds",
+            "From a linked request's arrival until its artifacts are there",
+            names,
+            buckets=_SECONDS,
+        )
         self._link = Histogram(
-            "hypic:link_seconds", "Link, from arrival to the end of prefill", names, buckets=_SECONDS
+            "hypic:link_seconds", "Link, from then to the result of its last prefill chunk", names, buckets=_SECONDS
         )
         self._arena = Gauge(
             "hypic:arena_bytes", "Arena bytes by state", [*names, "state"], multiprocess_mode="mostrecent"
@@ -60,9 +66,10 @@ class EngineMetrics:
             for kind, n in (("radix", reused_radix), ("artifact", reused_artifacts), ("recomputed", recomputed)):
                 self._tokens.labels(**self._labels, kind=kind).inc(n)
 
-    def linked(self, seconds: float) -> None:
+    def linked(self, held: float, link: float) -> None:
         if self._labels is not None:
-            self._link.labels(**self._labels).observe(seconds)
+            self._waited.labels(**self._labels).observe(held)
+            self._link.labels(**self._labels).observe(link)
 
     def fallback(self, reason: str) -> None:
         if self._labels is not None:

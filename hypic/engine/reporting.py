@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from hypic.engine.keys import METHOD
 from hypic.engine.request import Link, Segment, link_of
 from hypic.report import Report, SpanReport
+
+
+class _FirstChunk(list[str]):
+    """What goes out with a request's first output, also if that holds no token (`max_new_tokens` 0).
+
+    SGLang sends the slice that belongs to the output tokens of each chunk.
+    """
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, slice) and not key.start:
+            return list(self)
+        return super().__getitem__(key)
 
 
 def settle_report(req: Any) -> None:
@@ -25,9 +36,8 @@ def settle_report(req: Any) -> None:
                 metrics.segment(span.outcome, span.reason)
         if link.linked:
             metrics.tokens(report.reused_radix, report.reused_artifacts, report.recomputed)
-            metrics.linked(time.perf_counter() - link.arrived)
     if link.spans.report:
-        req.customized_info = {**(req.customized_info or {}), "hypic": [report.to_json()]}
+        req.customized_info = {**(req.customized_info or {}), "hypic": _FirstChunk([report.to_json()])}
 
 
 def build_report(link: Link, prompt_tokens: int) -> Report:

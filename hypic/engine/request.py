@@ -89,6 +89,10 @@ class Link:
     joined: bool = False
     """The forward pass of the last chunk was launched: the artifacts have been read, in stream order."""
     arrived: float = field(default_factory=time.perf_counter)
+    released: float = 0.0
+    """When its artifacts were last all there: from then on it waits for nothing but its turn."""
+    timed: bool = False
+    """The end of its (first) prefill was seen."""
     reported: bool = False
     radix_hit: int = 0
     """Tokens the radix tree held at the first admission."""

@@ -66,6 +66,20 @@ def hooks(config: HypicConfig | None = None) -> list[Hook]:
             "the 'hypic' object and cache_salt alone are lost here",
             converted,
         ),
+        Hook(
+            "sglang.srt.managers.tokenizer_manager.TokenizerManager._wait_one_response",
+            "around",
+            deliver.prompt_run,
+            "with n > 1 a run that the client never sees computes the prompt: its counts are those of the request",
+            ("self", "obj", "request"),
+        ),
+        Hook(
+            f"{_OPENAI}.usage_processor.UsageProcessor._details_if_cached",
+            "around",
+            deliver.cached_details,
+            "a cold request with segments has 0 cached tokens, which SGLang would leave out",
+            ("count",),
+        ),
         Hook(f"{_CHAT}._build_chat_response", "after", deliver.into_response, "the report goes into sglext", built),
         Hook(
             f"{_COMPLETION}._build_completion_response",

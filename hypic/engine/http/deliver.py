@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from contextvars import ContextVar
 from typing import Any
 
 from sglang.srt.entrypoints.openai import protocol
@@ -22,25 +23,48 @@ KEY = "hypic"
 _DATA, _DONE = "data: ", "data: [DONE]"
 
 
+# Both are set anew for every request, in the task that serves it; what that task starts inherits them.
+uses_hypic: ContextVar[bool] = ContextVar("uses_hypic", default=False)
+"""The OpenAI request that is being served has segments or options of ours."""
+shared_prompts: ContextVar[Delivery | None] = ContextVar("shared_prompts", default=None)
+"""The delivery of a planned request with n > 1."""
+
+_COUNTS = ("cached_tokens", "cached_tokens_details", KEY)
+
+
 class Delivery:
     """The reports of one client request, each under the index of its choice.
 
+    With n > 1 SGLang first computes each prompt in a run of its own, whose output it drops, and every choice then hits what
+    that run left behind. The client asked once, so all choices get the counts and the report of that run.
+
     Attributes:
-        wanted: the client asked for them.
+        wanted: the client asked for reports.
         reports: decoded reports by choice.
     """
 
-    def __init__(self, wanted: bool, choices: int = 1) -> None:
-        """``choices`` counts those of all prompts of the request."""
+    def __init__(self, wanted: bool, prompts: int = 1, samples: int = 1) -> None:
         self.wanted = wanted
         self.reports: dict[int, dict[str, Any]] = {}
-        self._total = choices
+        self._prompts, self._samples = prompts, samples
         self._finished: set[int] = set()
+        self._runs: list[dict[str, Any]] = []
 
     @property
     def complete(self) -> bool:
         """Every choice has ended, so what is still to come only closes the response."""
-        return len(self._finished) >= self._total
+        return len(self._finished) >= self._prompts * self._samples
+
+    @property
+    def awaits_prompt_run(self) -> bool:
+        """The next output of the tokenizer manager belongs to the run that computes a prompt for its choices."""
+        return self._samples > 1 and len(self._runs) < self._prompts
+
+    async def prompt_run(self, outputs: AsyncIterator[dict[str, Any]]) -> AsyncGenerator[dict[str, Any], None]:
+        """Pass on the outputs of such a run, and keep its counts."""
+        async for out in outputs:
+            self._runs.append({k: v for k, v in out["meta_info"].items() if k in _COUNTS})
+            yield out
 
     def publish(self, out: Any) -> Any:
         """Take the scheduler's field out of one output of the tokenizer manager, and put the report in if wanted.
@@ -55,6 +79,8 @@ class Delivery:
         return out
 
     def _publish(self, index: int, meta: dict[str, Any]) -> None:
+        if self._runs:
+            meta.update(self._runs[index // self._samples])
         texts = [t for t in meta.pop(KEY, None) or () if isinstance(t, str)]
         if texts and self.wanted:
             self.reports[index] = json.loads(texts[-1])
@@ -62,6 +88,18 @@ class Delivery:
             self._finished.add(index)
             if index in self.reports:
                 meta[KEY] = self.reports[index]
+
+
+def prompt_run(original: Any, manager: Any, obj: Any, request: Any = None) -> AsyncIterator[dict[str, Any]]:
+    """Around ``TokenizerManager._wait_one_response``: watch the runs that compute prompts for several choices."""
+    outputs = original(manager, obj, request)
+    delivery = shared_prompts.get()
+    return delivery.prompt_run(outputs) if delivery is not None and delivery.awaits_prompt_run else outputs
+
+
+def cached_details(original: Any, count: int) -> Any:
+    """Around ``UsageProcessor._details_if_cached``, which makes null of 0: not where the client counts on the figure."""
+    return protocol.PromptTokensDetails(cached_tokens=count) if uses_hypic.get() else original(count)
 
 
 def into_response(response: Any, handler: Any, request: Any, ret: list[dict[str, Any]], created: int) -> Any:

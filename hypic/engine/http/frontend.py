@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from hypic.config import HypicConfig
 from hypic.engine.http import chat
-from hypic.engine.http.deliver import Delivery
-from hypic.engine.http.intake import attach, choices, item, late_refusal, refusal, reject_reserved
+from hypic.engine.http.deliver import Delivery, shared_prompts, uses_hypic
+from hypic.engine.http.intake import answerable, attach, item, late_refusal, refusal, reject_reserved, samples
 from hypic.engine.http.marks import Marks
 from hypic.engine.http.models import GenerateReqInput, Handover
 from hypic.engine.http.options import BadRequest, Options
@@ -45,6 +45,7 @@ class Frontend:
         else:
             options.refuse_separator()
         marks = Marks.of(request, self._separator(options) if ids is None else "")
+        uses_hypic.set(bool(marks) or request.hypic is not None)
         if ids is not None:
             adapted, processed = original(handler, request, raw_request)
             (cached,) = options.bounds([len(ids)], batch=False)
@@ -66,19 +67,21 @@ class Frontend:
         adapted, processed = original(handler, request, raw_request)
         adapted.handover = Handover(options, request.cache_salt)
         separator = self._separator(options)
+        uses_hypic.set(bool(separator) or request.hypic is not None)
         if separator and processed.echo:  # the prompt that is echoed, adapted.text is still to be cut
             processed.prompt = _without(processed.prompt, separator)
         return adapted, processed
 
     async def generate(self, original: Any, manager: Any, obj: Any, request: Any = None) -> AsyncGenerator[Any, None]:
         """Around ``TokenizerManager.generate_request``. Raises BadRequest before anything is sent."""
+        shared_prompts.set(None)
         try:
-            reject_reserved(obj)
+            reject_reserved(obj, request)
             delivery = self._admit(manager, obj) if isinstance(obj, GenerateReqInput) else Delivery(wanted=False)
-        except BadRequest:
+        except BadRequest as e:
             with suppress(ValueError):  # SGLang aborts streams that end early by ids that this fills in
                 obj.normalize_batch_and_arguments()
-            raise
+            raise answerable(e, request) from None
         async with aclosing(original(manager, obj, request)) as outputs:
             async for out in outputs:
                 yield delivery.publish(out)
@@ -97,7 +100,9 @@ class Frontend:
                 plan = plan.declining_all(why)
             plans.append(plan if plan.cached or plan.declined or plan.report else None)
         attach(obj, plans)
-        obj.delivery = Delivery(wanted=options.report, choices=choices(obj, len(plans)))
+        obj.delivery = Delivery(options.report, len(plans), samples(obj))
+        if any(plans):
+            shared_prompts.set(obj.delivery)
         return obj.delivery
 
     def _prompts(self, manager: Any, obj: GenerateReqInput, handover: Handover, reason: str | None) -> list[_Prompt]:

@@ -2,26 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from hypic.engine.http.options import BadRequest
-from hypic.segment import INTERNAL_RID_PREFIX, RequestSpans, reserved_keys
+from hypic.segment import INTERNAL_RID_PREFIX, RESERVED_PREFIX, RequestSpans, reserved_keys
+
+_CARRIERS = ("sampling_params", "custom_params", "extra_body", "options", "parameters")
+"""Objects of a request that hold parameters, not content."""
+_UNGUARDED = ("ollama_chat", "ollama_generate")
+"""Endpoints that answer 500 to a ValueError."""
 
 
-def reject_reserved(obj: Any) -> None:
-    """Raises BadRequest if a client uses request ids or ``custom_params`` keys that belong to the plugin."""
+def reject_reserved(obj: Any, request: Any = None) -> None:
+    """Raises BadRequest if a client uses request ids or fields that belong to the plugin.
+
+    Args:
+        obj: SGLang's request. What counts: this goes to the scheduler.
+        request: FastAPI's. SGLang drops fields that it does not know without a word; a client that sends ours anywhere
+            among its parameters is told instead.
+    """
     rids = obj.rid if isinstance(obj.rid, list) else [obj.rid]
     for rid in rids:
         if isinstance(rid, str) and rid.startswith(INTERNAL_RID_PREFIX):
             raise BadRequest(f"rid {rid!r}: the prefix {INTERNAL_RID_PREFIX!r} is reserved; choose another request id")
-    params = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params]
-    for p in params:
-        custom = p.get("custom_params") if isinstance(p, dict) else None
-        if isinstance(custom, dict) and (keys := reserved_keys(custom)):
+    body = getattr(request, "_json", None)  # parsed by FastAPI; absent where there is no request or no JSON
+    sent = body if isinstance(body, dict) else {}
+    ours = {"sampling_params": obj.sampling_params}
+    for where, fields in chain(_parameters(ours, "the request"), _parameters(sent, "the request")):
+        if keys := reserved_keys(fields):
             raise BadRequest(
-                f"custom_params: the keys {sorted(keys)} are reserved; use the request's own 'hypic' object instead"
+                f"{where}: the keys {sorted(keys)} are reserved, as are all that begin with {RESERVED_PREFIX!r}; "
+                "use the request's own 'hypic' object instead"
             )
+
+
+def _parameters(fields: dict[str, Any], where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """``fields`` and the objects inside that hold parameters, each with its name."""
+    yield where, fields
+    for name in _CARRIERS:
+        inner = fields.get(name)
+        for one in inner if isinstance(inner, list) else (inner,):
+            if isinstance(one, dict):
+                yield from _parameters(one, name)
+
+
+def answerable(error: BadRequest, request: Any) -> Exception:
+    """The error in the form that the endpoint of ``request`` answers with status 400."""
+    endpoint = getattr(request, "scope", {}).get("endpoint")
+    if getattr(endpoint, "__name__", "") not in _UNGUARDED:
+        return error
+    from fastapi import HTTPException
+
+    return HTTPException(400, str(error))
 
 
 def refusal(manager: Any, obj: Any) -> str | None:
@@ -57,11 +91,11 @@ def late_refusal(manager: Any, obj: Any, i: int, plan: RequestSpans, tokens: int
     return None
 
 
-def choices(obj: Any, prompts: int) -> int:
-    """Outputs that the request will have: one for each prompt and parallel sample."""
+def samples(obj: Any) -> int:
+    """Outputs that the request will have for each prompt."""
     params = item(obj.sampling_params, 0)
     n = params.get("n", 1) if isinstance(params, dict) else 1
-    return prompts * n if isinstance(n, int) else prompts
+    return n if isinstance(n, int) else 1
 
 
 def attach(obj: Any, plans: Sequence[RequestSpans | None]) -> None:

@@ -17,12 +17,14 @@ export OMP_NUM_THREADS ?= 1
 setup: $(STAMP)
 
 # SGLang and the four packages beside it would pull CUDA libraries: they come without their dependencies, and last.
+# SGLang pins an old OpenAI client; tests/server also drives the newest one, which lies in a folder of its own.
 $(STAMP): pyproject.toml constraints.txt Makefile
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PIP) $(TORCH_INDEX:%=--extra-index-url %) torch
 	$(PIP) --editable '.[cpu,dev,plot]'
 	$(PIP) $(TORCH_INDEX:%=--extra-index-url %) --no-deps torchvision sglang xgrammar compressed-tensors triton
 	$(PY) -c 'from hypic.platform_cpu.torchvision_shim import main; main()'
+	$(PY) -m pip --disable-pip-version-check install --no-warn-conflicts --upgrade --target $(VENV)/openai openai
 	@$(PY) -c 'import torch; torch.version.cuda and print("note: this torch is a CUDA build; for a smaller one: make clean setup TORCH_INDEX=https://download.pytorch.org/whl/cpu")'
 	touch $@
 

@@ -238,21 +238,12 @@ def test_sessions_are_refused(server: Any, plans: Any) -> None:
         (CHAT, rag(hypic={"sep": "|"}), "unknown key 'sep'; valid keys are report, segments, separator"),
         (CHAT, rag(hypic={"sep": "|"}, stream=True), "unknown key 'sep'"),
         (CHAT, rag(hypic={"segments": [[0, 2]]}), "mark content parts with cache_control"),
-        (CHAT, rag(custom_params={"hypic_cached": [0, 2]}), "'hypic_cached'.* reserved"),
-        (CHAT, rag(rid="hypic-internal-1"), "'hypic-internal-' is reserved"),
-        (CHAT, rag(rid="hypic-internal-1", stream=True), "'hypic-internal-' is reserved"),
         (COMPLETIONS, {"prompt": "a", "hypic": 3}, "must be an object"),
         (COMPLETIONS, {"prompt": "a", "hypic": {"segments": [[0, 1]]}}, "send input_ids"),
         (COMPLETIONS, {"prompt": "|", "hypic": {"separator": "|"}}, "empty without its separators"),
         (COMPLETIONS, {"prompt": [1, 2], "hypic": {"separator": "|"}}, "cuts text"),
-        (COMPLETIONS, {"prompt": "a", "custom_params": {"hypic_x": 1}}, "reserved"),
-        (COMPLETIONS, {"prompt": "a", "rid": "hypic-internal-"}, "reserved"),
         (GENERATE, {**IDS, "hypic": {"segments": [[0, 30]]}}, r"hypic.segments\[0\] = \[0, 30\]: leaves the prompt"),
         (GENERATE, {**IDS, "hypic": {"segments": [[0, 3], [2, 5]]}}, "overlaps"),
-        (GENERATE, {**IDS, "rid": "hypic-internal-x"}, "reserved"),
-        (GENERATE, {"input_ids": [[1], [2]], "rid": ["a", "hypic-internal-x"]}, "reserved"),
-        (GENERATE, {"text": "a", "sampling_params": {"custom_params": {"hypic_salt": ""}}}, "reserved"),
-        (GENERATE, {"text": ["a"], "sampling_params": [{"custom_params": {"hypic_salt": ""}}]}, "reserved"),
         (GENERATE, {"text": "a|b", "sampling_params": {"custom_params": [1]}, "hypic": {"separator": "|"}}, "object"),
     ],
 )  # fmt: skip
@@ -288,69 +279,6 @@ def test_ordinary_requests_in_one_batch_with_reports(server: Any) -> None:
 
     outs = server.run(both())
     assert ["hypic" in o["meta_info"] for o in outs] == [True, False] * 4
-
-
-def test_messages_endpoint(server: Any, plans: Any) -> None:
-    """/v1/messages goes through the chat handler but drops marks of its own format: native."""
-    text = {"type": "text", "text": "Doc.", "cache_control": {"type": "ephemeral"}}
-    body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": [text, {**text, **SEGMENT}]}]}
-    out = server.post("/v1/messages", body)
-    assert out.status == 200 and out.body["content"] and plans() == [None]
-
-
-def test_responses_endpoint(server: Any, plans: Any) -> None:
-    """Never comes near the chat handler's conversion: native."""
-    pytest.importorskip("openai_harmony")
-    from sglang.srt.entrypoints import http_server
-    from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
-
-    both = server.engine.tokenizer_manager, server.engine.template_manager
-    http_server.app.state.openai_serving_responses = OpenAIServingResponses(*both)
-    out = server.post("/v1/responses", {"input": "Hello", "max_output_tokens": 5, "store": False})
-    assert out.status == 200 and plans() == [None]
-
-
-def test_openai_client(server: Any, sent: list[Any]) -> None:
-    """The pinned OpenAI client: marks pass its typed parts, options go into extra_body, the report comes back."""
-    import openai
-
-    client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=server.http)
-
-    async def drive() -> None:
-        body = rag()
-        whole = await client.chat.completions.create(model="m", **body, extra_body={"hypic": REPORT})
-        assert outcomes(whole.model_extra["sglext"]["hypic"][0]) == ["compiled"] * 2
-        stream = await client.chat.completions.create(
-            model="m", **body, stream=True, stream_options={"include_usage": True}, extra_body={"hypic": REPORT}
-        )
-        chunks = [c async for c in stream]
-        assert outcomes(chunks[-1].model_extra["sglext"]["hypic"][0]) == ["compiled"] * 2 and chunks[-1].usage
-        text = await client.completions.create(
-            model="m", prompt="A|Q", max_tokens=3, extra_body={"hypic": {"separator": "|", **REPORT}}
-        )
-        assert outcomes(text.model_extra["sglext"]["hypic"][0]) == ["compiled"]
-        with pytest.raises(openai.BadRequestError, match="valid keys"):
-            await client.chat.completions.create(model="m", **body, extra_body={"hypic": {"x": 1}})
-
-    server.run(drive())
-
-
-def test_disconnect_leaves_nothing_behind(server: Any) -> None:
-    from hypic.engine.http.inprocess import stream
-
-    async def walk_away() -> None:
-        chunks = stream(server.engine, text="A|Q", separator="|", sampling_params={"max_new_tokens": 500})
-        async for _ in chunks:
-            break
-        await chunks.aclose()
-        server.engine.tokenizer_manager.abort_request(abort_all=True)
-        for _ in range(100):
-            if not server.engine.tokenizer_manager.rid_to_state:
-                return
-            await asyncio.sleep(0.05)
-
-    server.run(walk_away())
-    assert not server.engine.tokenizer_manager.rid_to_state
 
 
 def test_inprocess(server: Any, sent: list[Any]) -> None:

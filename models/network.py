@@ -86,9 +86,11 @@ def build(shape: dict[str, Any] | None = None, *, seed: int = 0) -> Any:
                 p.fill_(0.25 - 1)
             elif leaf == "A_log":
                 p.zero_()
-            elif leaf == "dt_bias":  # log decays per token from 0.0002 to 0.02, so that some heads remember it all
-                dt = torch.logspace(math.log10(2e-4), math.log10(2e-2), len(p))
-                p.copy_(dt.expm1().log())
+            elif leaf == "dt_bias":  # log decays per token from 0.02 to 0.0002: some heads remember all of a prompt
+                spread = torch.logspace(math.log10(2e-4), math.log10(2e-2), max(len(p), 3))
+                if len(p) < 3:  # too few heads for all: they differ from layer to layer
+                    spread = spread.roll(1 + int(path.split(".")[2]))[: len(p)]
+                p.copy_(spread.expm1().log())
             elif leaf == "conv1d":
                 p.uniform_(-0.5, 0.5)
             elif p.dim() == 2:

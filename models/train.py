@@ -52,7 +52,10 @@ class Trainer:
         self.accuracy: dict[int, float] = {}
 
     def plan(self, index: int) -> tuple[int, int, Any]:
-        """Mostly the present level, some of the next, some of the ones before."""
+        """Mostly the present level, some of the next and of those before, and a little of the last.
+
+        What the last level asks does not fit into the states, so the attention layers have something to learn early on.
+        """
         rng = random.Random(f"{self.args.seed} {self.args.run} {index}")
         draw = rng.random()
         level = self.level
@@ -60,6 +63,8 @@ class Trainer:
             level = min(level + 1, self.args.top)
         elif draw < 0.35:
             level = rng.randint(0, level)
+        elif draw < 0.45 and level > 0:
+            level = self.args.top
         tokens = self.args.tokens // (2 if level < 3 else 1)
         return level, max(1, tokens // LEVELS[level].tokens), (self.args.seed, self.args.run, index)
 

@@ -64,4 +64,4 @@ def test_mostly_the_present_level(tmp_path: Path) -> None:
     trainer = Trainer(parse(["--out", str(tmp_path), *COMMON]))
     trainer.level = 3
     levels = [trainer.plan(i)[0] for i in range(400)]
-    assert levels.count(3) > 240 and levels.count(4) > 30 and levels.count(0) > 5 and levels.count(5) == 0
+    assert levels.count(3) > 200 and levels.count(4) > 30 and levels.count(0) > 5 and levels.count(5) > 20

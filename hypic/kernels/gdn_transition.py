@@ -100,7 +100,7 @@ def gdn_transition(
 ) -> None:
     """Write T and S of every subsequence into its blob.
 
-    Two launches: (I + L)^-1 of all chunks in parallel, then 64 rows of [T; S] per program over its chunks in order.
+    Two launches: (I + L)^-1 of all chunks in parallel, then 64 (bf16: 32) rows of [T; S] per program over its chunks in order.
     Budget per chunk and head at K = V = 128: 8 MFLOP in the second, 6 in the first (times 3 for tf32x3): for 8,192
     tokens and 32 heads 60 GFLOP, about 0.4 ms a layer at 150 TFLOP/s of effective tf32.
 
@@ -199,7 +199,7 @@ def _gdn_transition_triton(
             k, g, beta, scratch, plan.cu, plan.chunk_seq, plan.chunk_row, **shape, LEVELS=CHUNK.bit_length() - 1,
             num_warps=4,
         )  # fmt: skip
-    rows = 64 if dk <= 128 else 32
+    rows = 64 if dk <= 128 and state_dtype == torch.float32 else 32  # more would spill registers
     blocks = -(-dk // rows) + -(-dv // rows)
     _advance_kernel[(blocks, sequences * hv)](
         k, v, g, beta, scratch, arena, plan.cu, plan.blob, plan.first, plan.chunk_row, plan.chunk_ptr,

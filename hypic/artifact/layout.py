@@ -99,6 +99,8 @@ def require_header(raw: bytes, expected: Header) -> None:
     if other:
         values = ("", *(f"{n} {getattr(found, n)!r}, not {getattr(expected, n)!r}" for n in other if n != "tokens"))
         raise HeaderError(f"artifact of another {', '.join(other)}{'; '.join(values)}")
+    if not raw.startswith(encode_header(expected)):  # decoding forgives what it does not know
+        raise HeaderError("damaged artifact header: decodes, but was not written so")
 
 
 def token_bytes(tokens: array) -> bytes:

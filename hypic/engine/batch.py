@@ -162,9 +162,10 @@ def _pieces(
 
 
 def _split_at_checkpoint(link: LinkRow) -> Iterator[Run]:
+    """The runs, none of which goes on behind the checkpoint, be it with tokens or with an artifact."""
     for run in link.runs:
         cut = link.checkpoint[0] - run.start if link.checkpoint is not None else 0
-        if 0 < cut < run.length:
+        if 0 < cut < run.length or (0 < cut == run.length and run.segment != NO_ARTIFACT):
             yield Run(run.offset, cut, run.start, NO_ARTIFACT)
             yield Run(run.offset + cut, run.length - cut, run.start + cut, run.segment)
         else:

@@ -125,7 +125,7 @@ def test_stages_do_what_the_runs_say(rows: list[Any]) -> None:
             expected_tokens += [(token + run.offset + k, run.start + k) for k in range(run.length)]
             keep = row.checkpoint
             if keep and run.start < keep[0] <= run.start + run.length:
-                keep_at = token + run.offset + keep[0] - run.start
+                keep_at = token + run.offset + keep[0] - run.start, len(expected_joins)
             if run.segment != NO_ARTIFACT:
                 segment = row.link.segments[run.segment]
                 own = min(CONV, max(segment.length - W, 0))
@@ -136,7 +136,7 @@ def test_stages_do_what_the_runs_say(rows: list[Any]) -> None:
                 joins.append((*step[1:], token + len(seen)))
             elif step[0] == "keep":
                 assert step[1] == SLOT
-                kept = token + len(seen)
+                kept = token + len(seen), len(joins)
             else:
                 kind, first, length, start = step
                 assert kind == "chain" or length > CHAIN_LIMIT
@@ -146,7 +146,7 @@ def test_stages_do_what_the_runs_say(rows: list[Any]) -> None:
                 seen += range(first, first + length)
         assert seen == [t for t, _ in expected_tokens], "every token once, in natural order"
         assert joins == expected_joins, "every artifact behind the tokens that stand before it"
-        assert kept == keep_at, "the checkpoint behind the token that it names"
+        assert kept == keep_at, "the checkpoint behind the token that it names, before what joins there"
         token += row.end - row.begin
 
 
@@ -194,3 +194,9 @@ def test_a_checkpoint_in_a_question_cuts_it() -> None:
     assert [(n.token, n.length) for n in first.natives] == [(4, 200)]
     assert [(c.row, c.slot) for c in first.checkpoints] == [(0, SLOT)]
     assert [c.items for c in second.chains] == [[ChainItem(204, 100, NO_ARTIFACT, 0)]] and not second.checkpoints
+
+
+def test_a_checkpoint_at_the_end_of_a_seam_is_kept_before_its_artifact_joins() -> None:
+    first, second = stages_of(link_row([(12, 20)], 5, 0, checkpoint=16))
+    assert [c.items for c in first.chains] == [[ChainItem(0, 16, NO_ARTIFACT, 0)]] and len(first.checkpoints) == 1
+    assert [c.items for c in second.chains] == [[ChainItem(16, 0, 0, CONV), ChainItem(16, 5, NO_ARTIFACT, 0)]]

@@ -170,6 +170,15 @@ class StoreMachine(RuleBasedStateMachine):
             else:
                 self.unlock(self.lock(name))
 
+    @rule(artifact=held)
+    def lock_again(self, artifact: Artifact | None) -> None:
+        """What is held may have become stale in the meantime: then it does not come back."""
+        if artifact is not None:
+            self.store.lock(artifact)
+            if artifact.ready and not artifact.stale:
+                self.model.hit(artifact.key.decode())
+            self.store.unlock(artifact)
+
     @rule(artifact=consumes(held))
     def unlock(self, artifact: Artifact | None) -> None:
         if artifact is not None:

@@ -18,7 +18,7 @@ from hypic.engine import audit, keys, model, support
 from hypic.engine.forward import LinkRuntime
 from hypic.engine.manager import LinkManager
 from hypic.engine.metrics import EngineMetrics
-from hypic.engine.request import compile_of
+from hypic.engine.request import compile_of, link_of
 
 logger = logging.getLogger(__name__)
 
@@ -251,6 +251,9 @@ def get_token_ids_logprobs(
 def stream_output(
     original: Callable[..., None], streamer: Any, reqs: list[Any], return_logprob: bool, skip_req: Any = None
 ) -> None:
-    if any(compile_of(r) is not None for r in reqs):
+    if any(getattr(r, "hypic", None) is not None for r in reqs):
         reqs = [r for r in reqs if compile_of(r) is None]
+        for r in reqs:
+            if (link := link_of(r)) is not None and link.manager is not None:
+                link.manager.before_output(r, link)
     original(streamer, reqs, return_logprob, skip_req)

@@ -246,13 +246,15 @@ class LinkManager:
                     self.metrics.compiled(state.length, time.perf_counter() - state.started)
                 else:
                     self._fail(req)
-            elif isinstance(state, Link):
-                self._time(req, state)
-                if state.state is LinkState.ADMITTED and (req.finished() or state.joined or state.layout is None):
-                    self.finish(req)
+            elif (
+                isinstance(state, Link)
+                and state.state is LinkState.ADMITTED
+                and (req.finished() or state.joined or state.layout is None)
+            ):
+                self.finish(req)
 
-    def _time(self, req: Any, link: Link) -> None:
-        """Observe what a linked request's first token took, once SGLang has it (so the device is not asked again)."""
+    def before_output(self, req: Any, link: Link) -> None:
+        """Observe what a linked request's first token took: SGLang has it and sends it next, so no device is waited for."""
         if req.output_ids and not link.timed:
             link.timed = True
             if link.linked:

@@ -60,10 +60,14 @@ class Server:
     Attributes:
         url: where it listens.
         seconds: from its start to its first answer.
+        cpu_seconds: of every one of its processes until then, by name.
     """
 
     def __init__(self, url: str, process: subprocess.Popen[bytes], seconds: float) -> None:
-        self.url, self.process, self.seconds = url, process, seconds
+        self.url, self.seconds = url, seconds
+        top = psutil.Process(process.pid)
+        family = (*top.children(), top)  # the launcher last: multiprocessing's resource tracker has its name
+        self.cpu_seconds = {p.name(): sum(p.cpu_times()[:2]) for p in family}
         self.http = httpx.Client(base_url=url, timeout=2 * PATIENCE)
 
     @property
@@ -120,11 +124,6 @@ class Server:
     def _verdict(self) -> str:
         (state,) = self.http.get("/server_info").json()["internal_states"]
         return str(state["hypic_audit"])
-
-    def cpu_seconds(self) -> dict[str, float]:
-        """CPU time of the process and of its children so far, by name."""
-        top = psutil.Process(self.process.pid)
-        return {p.name(): sum(p.cpu_times()[:2]) for p in (top, *top.children())}
 
 
 def decoded(text: str) -> Any:

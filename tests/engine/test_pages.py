@@ -23,7 +23,7 @@ FLAGS: dict[str, Any] = {
     "spawn": True,  # TRITON_INTERPRET is read at import
     "env": {"TRITON_INTERPRET": "1"},
 }
-CONFIG = HypicConfig(seam_window=4, min_segment=8, attention="expanded")
+CONFIG = HypicConfig(seam_window=4, min_segment=8, attention="expanded", start_check=False)
 
 
 @pytest.fixture(scope="module", params=[1, 16])
@@ -59,14 +59,15 @@ def test_a_link_equals_the_oracle_compiled_and_hit(session: Session, judge: Judg
         (b + a + query[:2], [(0, 16), (16, 37)], "hit_device"),
     ):
         assert len(segments) + 1 > REQUESTS
-        assert ask(session, judge, Prompt(ids, segments, new_tokens=3)).outcomes == [outcome] * 2
+        assert ask(session, judge, Prompt(ids, segments, new_tokens=2)).outcomes == [outcome] * 2
     session.audit()
 
 
+@pytest.mark.parametrize("session", [16], indirect=True)
 def test_a_state_kept_where_a_seam_ends_does_not_hold_the_artifact(session: Session, judge: Judge) -> None:
-    """On pages of 16 tokens the last boundary within a run is the end of the seam, where the next prompt then goes on."""
+    """The last page boundary within a run is the end of the seam, where the next prompt then goes on."""
     head, document, *queries = tokens(12, 30, 5, 30)
-    for query, reused in zip(queries, (0, 16 if session.settings["page_size"] == 16 else 0), strict=True):
+    for query, reused in zip(queries, (0, 16), strict=True):
         answer = ask(session, judge, Prompt(head + document + query, [(12, 42)], new_tokens=2, tenant="kept"))
         assert answer.report.reused_radix == reused
     session.audit()

@@ -24,6 +24,8 @@ SERVER_ARGS: dict[str, Any] = {
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
     "disable_cuda_graph": True,
+    # The loop of an idle scheduler takes a whole core, which the rest of a laptop needs.
+    "sleep_on_idle": True,
     # Without bounds SGLang sizes its pools by the machine's memory.
     "max_total_tokens": 32768,
     "max_running_requests": 32,

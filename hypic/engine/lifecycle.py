@@ -212,24 +212,35 @@ def flush_cache(original: Callable[..., bool], scheduler: Any, *args: Any, **kwa
 
 
 def _drop_lone_compiles(scheduler: Any) -> None:
-    """If only compile requests are in flight: take them back by SGLang's own pause, and forget them."""
-    from sglang.srt.managers.io_struct import PauseGenerationReqInput
-
+    """If only compile requests are in flight: forget them."""
     manager = scheduler.hypic
     if not manager.compiling or manager.held or any(compile_of(r) is None for r in scheduler.waiting_queue):
         return
     if any(compile_of(r) is None and not r.finished() for r in manager.in_flight()):
         return
+    _drop_compiles(scheduler, lambda _: True)
+
+
+def _drop_compiles(scheduler: Any, which: Callable[[Any], bool]) -> None:
+    """Take requests back by SGLang's own pause, forget those compile requests; the others go on from the queue."""
+    from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
     paused = scheduler._engine_paused
     scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
     scheduler._engine_paused = paused
-    scheduler.waiting_queue = [r for r in scheduler.waiting_queue if compile_of(r) is None]
-    manager.sweep()
+    scheduler.waiting_queue = [r for r in scheduler.waiting_queue if compile_of(r) is None or not which(r)]
+    scheduler.hypic.sweep()
 
 
-def after_unload_adapter(_: Any, scheduler: Any, recv_req: Any) -> None:
-    if recv_req.lora_id is not None:
-        scheduler.hypic.drop_adapter(recv_req.lora_id)
+def unload_adapter(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    """Drop what was compiled under the adapter, and before that what still is: SGLang unloads it once no client uses it,
+    and dies of a batch that needs it."""
+    manager, adapter = scheduler.hypic, recv_req.lora_id
+    if any(r.lora_id == adapter for r in manager.compile_requests()):
+        _drop_compiles(scheduler, lambda r: r.lora_id == adapter)
+    result = original(scheduler, recv_req)
+    manager.drop_adapter(adapter)
+    return result
 
 
 def after_new_weights(_: Any, worker: Any, *__: Any, **___: Any) -> None:

@@ -86,12 +86,19 @@ class Driver(Session):
         """SGLang's TokenizerManager."""
         return self._engine.tokenizer_manager
 
-    def load_adapter(self, name: str, path: str) -> bool:
+    async def load_adapter(self, name: str, path: str) -> bool:
         """Load a LoRA adapter; whether it worked."""
-        return bool(self._engine.load_lora_adapter(name, path).success)
+        from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput
 
-    def unload_adapter(self, name: str) -> bool:
-        return bool(self._engine.unload_lora_adapter(name).success)
+        wanted = LoadLoRAAdapterReqInput(lora_name=name, lora_path=path)
+        return bool((await self.manager.load_lora_adapter(wanted)).success)
+
+    async def unload_adapter(self, name: str) -> bool:
+        """Unload it once no request of a client uses it any more."""
+        from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
+
+        unwanted = UnloadLoRAAdapterReqInput(lora_name=name)
+        return bool((await self.manager.unload_lora_adapter(unwanted)).success)
 
     async def new_weights(self, path: Path, *, flush: bool = True) -> None:
         """``/update_weights_from_disk``; waits for all requests unless the engine is paused."""

@@ -19,6 +19,7 @@ from hypic.bench.child import RESULT
 from hypic.bench.report import fit
 from hypic.bench.result import BenchResult, EngineRun
 from hypic.bench.suites import Plan
+from hypic.commands.serve import flag_value
 from hypic.config import HypicConfig
 from hypic.platform_cpu import CPU_MODE
 from hypic.platform_cpu.defaults import set_environment
@@ -62,7 +63,7 @@ def run_bench(
     """
     environ = dict(os.environ) | ({CPU_MODE: "1"} if cpu else {})
     if cpu:
-        set_environment(environ)
+        set_environment(environ, flag_value(argv, "--dtype"))
     checks = _selfcheck(argv, environ | config.to_env(), say) if selfcheck and "hypic" in engines else {}
     ours, stock = environ | config.to_env(), environ | {"HYPIC_ENABLED": "0"}
     todo = [(f"stock {more}", [*argv, *shlex.split(more)], stock) for more in baselines]

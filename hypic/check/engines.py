@@ -1,23 +1,20 @@
 """Start SGLang engines on a CPU from one Python process, quickly, one after another.
 
-SGLang spawns a fresh interpreter per scheduler and detokenizer, which then imports for ten seconds. Here they are
-forked from a server process that has done those imports once; all else is SGLang's own ``Engine``.
+Their processes are forked from one that has imported SGLang already (``platform_cpu/fork_server.py``); all else is SGLang's
+own ``Engine``.
 """
 
 from __future__ import annotations
 
-import functools
-import multiprocessing as mp
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hypic.platform_cpu import CPU_MODE
-from hypic.platform_cpu.defaults import fit_conv_dtype, set_environment
-
-_PRELOAD = ["sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager"]
+from hypic.platform_cpu.defaults import set_environment
+from hypic.platform_cpu.fork_server import in_env, use
 
 
 def start_engine(
@@ -34,9 +31,9 @@ def start_engine(
     """
     os.environ.setdefault(CPU_MODE, "1")
     set_environment()
-    server_args = {"log_level": "error", "skip_server_warmup": True, **server_args}
     environ = dict(os.environ) | dict(env or {})
-    fit_conv_dtype(str(server_args.get("dtype")), environ)
+    set_environment(environ, server_args.get("dtype"))
+    server_args = {"log_level": "error", "skip_server_warmup": True, **server_args}
     engine = _engine_class(environ, spawn)
     return engine(model_path=str(model), **server_args)
 
@@ -58,15 +55,14 @@ def _engine_class(env: Mapping[str, str], spawn: bool) -> Any:
         tokenizer_manager: Any
 
         if not spawn:
-            run_scheduler_process_func = staticmethod(functools.partial(_in_env, env, "run_scheduler_process"))
-            run_detokenizer_process_func = staticmethod(functools.partial(_in_env, env, "run_detokenizer_process"))
+            run_scheduler_process_func = staticmethod(in_env(env, "run_scheduler_process"))
+            run_detokenizer_process_func = staticmethod(in_env(env, "run_detokenizer_process"))
 
         @classmethod
         def _launch_scheduler_processes(cls, *args: Any, **kwargs: Any) -> Any:
-            # Engine has just chosen "spawn"; the detokenizer is launched later in the same call.
+            # The detokenizer is launched later in the same call.
             if not spawn:
-                mp.set_start_method("forkserver", force=True)
-                mp.set_forkserver_preload(_PRELOAD)
+                use()
             with environ_with(env):
                 return super()._launch_scheduler_processes(*args, **kwargs)
 
@@ -100,16 +96,3 @@ def environ_with(env: Mapping[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-def _in_env(env: Mapping[str, str], entry: str, *args: Any) -> None:
-    """Run SGLang's process entry point ``entry`` under ``env``."""
-    os.environ.clear()
-    os.environ.update(env)
-    from sglang.srt.environ import envs
-    from sglang.srt.managers import detokenizer_manager, scheduler
-
-    for name in ("TEST_RETRACT", "TEST_RETRACT_INTERVAL"):  # read at import, in the fork server
-        setattr(scheduler, name, getattr(envs, f"SGLANG_{name}").get())
-    target: Callable[..., None] = getattr(scheduler, entry, None) or getattr(detokenizer_manager, entry)
-    target(*args)

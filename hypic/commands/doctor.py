@@ -68,7 +68,7 @@ def examine(args: list[str], config: HypicConfig) -> Findings:
     argv = sglang_argv(args)
     try:
         cpu = wants_cpu(argv, os.environ)
-        prepare_environment(config, cpu, os.environ)
+        prepare_environment(config, argv, cpu, os.environ)
         found.platform = installation.machine(cpu)
         tables = installation.apply_hooks(cpu)
     except (ImportError, RuntimeError, ServeError) as error:  # torch has errors of its own where a driver is missing

@@ -111,8 +111,9 @@ def serve(
             no_start_check=no_start_check,
             off=off,
         )
-        prepare_environment(config, cpu=wants_cpu(argv, os.environ), environ=os.environ)
-        run_server(argv)
+        cpu = wants_cpu(argv, os.environ)
+        prepare_environment(config, argv, cpu=cpu, environ=os.environ)
+        run_server(argv, cpu)
     except (ConfigError, ServeError) as error:
         typer.secho(f"hypic serve: {error}", fg="red", err=True)
         raise typer.Exit(2) from None
@@ -144,9 +145,8 @@ def wants_cpu(argv: Sequence[str], environ: MutableMapping[str, str]) -> bool:
     """Whether to run on the CPU: as HYPIC_CPU or ``--device`` say, else if torch sees no accelerator."""
     if CPU_MODE in environ:
         return environ[CPU_MODE] == "1"
-    flags = [part for arg in argv for part in arg.split("=", 1)]
-    if "--device" in flags[:-1]:
-        return flags[flags.index("--device") + 1] == "cpu"
+    if device := flag_value(argv, "--device"):
+        return device == "cpu"
     try:
         import torch
     except ImportError:
@@ -154,18 +154,28 @@ def wants_cpu(argv: Sequence[str], environ: MutableMapping[str, str]) -> bool:
     return not torch.accelerator.is_available()
 
 
-def prepare_environment(config: HypicConfig, cpu: bool, environ: MutableMapping[str, str]) -> None:
+def flag_value(argv: Sequence[str], flag: str) -> str | None:
+    """What `argv` gives as the value of one of SGLang's flags, or None."""
+    parts = [part for arg in argv for part in arg.split("=", 1)]
+    return parts[parts.index(flag) + 1] if flag in parts[:-1] else None
+
+
+def prepare_environment(config: HypicConfig, argv: Sequence[str], cpu: bool, environ: MutableMapping[str, str]) -> None:
     """Set what SGLang's processes inherit: the configuration and, on a CPU, CPU mode with its settings."""
     environ.update(config.to_env())
     if cpu:
         from hypic.platform_cpu.defaults import set_environment
 
         environ[CPU_MODE] = "1"
-        set_environment(environ)
+        set_environment(environ, flag_value(argv, "--dtype"))
 
 
-def run_server(argv: list[str]) -> None:
+def run_server(argv: list[str], cpu: bool) -> None:
     """What ``sglang serve`` does for a language model: load plugins, parse, serve until stopped."""
+    if cpu and not {"-h", "--help"} & set(argv):
+        from hypic.platform_cpu import fork_server
+
+        fork_server.start()
     try:
         from sglang.launch_server import run_server as run_sglang
         from sglang.srt.plugins import load_plugins

@@ -8,6 +8,7 @@ from collections.abc import MutableMapping
 from typing import Any
 
 _CONV_DTYPE = "SGLANG_MAMBA_CONV_DTYPE"
+_CONV_DTYPES = {"bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
 
 ENVIRONMENT = {
     # Tiny matrices: OpenMP's barriers cost thirty times the arithmetic.
@@ -33,16 +34,16 @@ SERVER_ARGS: dict[str, Any] = {
 }
 
 
-def set_environment(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set what is unset; reaches the processes that SGLang spawns, and this one if torch is not imported yet."""
+def set_environment(environ: MutableMapping[str, str] = os.environ, dtype: str | None = None) -> None:
+    """Set what is unset; reaches the processes that SGLang spawns, and this one if torch is not imported yet.
+
+    Args:
+        dtype: as ``--dtype`` has it. Convolution windows must be in that type: SGLang's CPU path copies inputs as they are.
+    """
+    if dtype in _CONV_DTYPES and environ.get(_CONV_DTYPE, ENVIRONMENT[_CONV_DTYPE]) == ENVIRONMENT[_CONV_DTYPE]:
+        environ[_CONV_DTYPE] = _CONV_DTYPES[dtype]
     for name, value in ENVIRONMENT.items():
         environ.setdefault(name, value)
-
-
-def fit_conv_dtype(dtype: str, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Convolution windows in the type the model is served in: SGLang's CPU path copies inputs into them as they are."""
-    if dtype in ("bfloat16", "float16", "half") and environ.get(_CONV_DTYPE) == ENVIRONMENT[_CONV_DTYPE]:
-        environ[_CONV_DTYPE] = "float16" if dtype == "half" else dtype
 
 
 def fill_server_args(server_args: Any) -> None:
@@ -51,4 +52,3 @@ def fill_server_args(server_args: Any) -> None:
     for name, value in SERVER_ARGS.items():
         if getattr(server_args, name) == defaults[name]:
             setattr(server_args, name, value)
-    fit_conv_dtype(server_args.dtype)

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypic.engine.hook import Hook, HookTable
 
-from . import attention, defaults, torch_ops
+from . import attention, defaults, fork_server, torch_ops
 
 _NO_TRITON = "Triton kernel: no GPU to run it"
 _FLA = "sglang.kernels.ops.attention.fla"
@@ -182,6 +182,21 @@ _HOOKS: tuple[Hook, ...] = (
         _allow_extra_buffer,
         "asserts a GPU before its other checks; the extra_buffer strategy itself needs none",
         ("self", "view", "model_arch"),
+    ),
+    # processes
+    Hook(
+        "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes",
+        "around",
+        fork_server.launch,
+        "spawns an interpreter that imports SGLang anew; `hypic serve` has a process that did so meanwhile",
+        ("server_args", "port_args", "run_scheduler_process_func"),
+    ),
+    Hook(
+        "sglang.srt.entrypoints.engine.Engine._launch_detokenizer_subprocesses",
+        "around",
+        fork_server.launch,
+        "the same",
+        ("server_args", "port_args", "run_detokenizer_process_func"),
     ),
     # device handling
     Hook(

@@ -99,3 +99,11 @@ def test_environment_keeps_what_is_set() -> None:
     environ = {"OMP_NUM_THREADS": "8"}
     defaults.set_environment(environ)
     assert environ["OMP_NUM_THREADS"] == "8" and environ["TORCHDYNAMO_DISABLE"] == "1"
+
+
+def test_convolution_windows_take_the_type_of_the_model() -> None:
+    environ = dict(defaults.ENVIRONMENT)
+    defaults.set_environment(environ, "bfloat16")
+    assert environ == {**defaults.ENVIRONMENT, "SGLANG_MAMBA_CONV_DTYPE": "bfloat16"}
+    defaults.set_environment(environ, "float32")
+    assert environ["SGLANG_MAMBA_CONV_DTYPE"] == "bfloat16", "what is set is kept"

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -31,7 +32,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Run the command up to the server; what it would have got: ``argv`` and the environment."""
     seen: dict[str, Any] = {}
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    monkeypatch.setattr(serve, "run_server", lambda argv: seen.update(argv=argv, config=from_env(os.environ)))
+    monkeypatch.setattr(serve, "run_server", lambda argv, cpu: seen.update(argv=argv, config=from_env(os.environ)))
     return seen
 
 
@@ -82,7 +83,7 @@ def test_choice_of_device(argv: list[str], environ: dict[str, str], cpu: bool) -
 
 def test_cpu_mode_is_not_set_on_a_gpu_machine() -> None:
     environ: dict[str, str] = {}
-    serve.prepare_environment(HypicConfig(), cpu=False, environ=environ)
+    serve.prepare_environment(HypicConfig(), [], cpu=False, environ=environ)
     assert set(environ) == set(HypicConfig().to_env())
 
 
@@ -98,14 +99,14 @@ def test_help_is_fast_and_imports_nothing_heavy() -> None:
 
 
 @contextmanager
-def server(model: Path, *flags: str) -> Iterator[str]:
+def server(model: Path, *flags: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "hypic", "serve", str(model), "--port", str(port), "--log-level", "error", *flags]
     process = subprocess.Popen(command, start_new_session=True)
     try:
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{port}", process
     finally:
         process.send_signal(signal.SIGTERM)
         try:
@@ -134,10 +135,15 @@ def wait_until_ready(url: str, seconds: float) -> None:
 
 
 def test_real_server_answers_a_chat(tiny_model: Callable[[str], Path]) -> None:
-    """The whole product path: our command, SGLang's HTTP server and its spawned processes."""
-    with server(tiny_model("qwen3next"), "--hypic-off") as url:
+    """The whole product path: our command, SGLang's server and its processes. They do not outlive a launcher that is killed."""
+    with server(tiny_model("qwen3next"), "--hypic-off") as (url, launcher):
         wait_until_ready(url, 5 * READY_SECONDS)
         chat = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "temperature": 0}
         answer = post(f"{url}/v1/chat/completions", chat)
         assert answer["usage"]["completion_tokens"] == 4
         assert post(f"{url}/v1/chat/completions", chat)["choices"] == answer["choices"]
+        family = psutil.Process(launcher.pid).children(recursive=True)
+        assert len(family) >= 3, "fork server, scheduler, detokenizer"
+        launcher.kill()
+        _, alive = psutil.wait_procs(family, timeout=20)
+        assert not alive

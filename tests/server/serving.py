@@ -60,14 +60,15 @@ class Server:
     Attributes:
         url: where it listens.
         seconds: from its start to its first answer.
-        cpu_seconds: of every one of its processes until then, by name.
+        cpu_seconds: of the launcher, the fork server and the scheduler until then.
     """
 
     def __init__(self, url: str, process: subprocess.Popen[bytes], seconds: float) -> None:
         self.url, self.seconds = url, seconds
         top = psutil.Process(process.pid)
-        family = (*top.children(), top)  # the launcher last: multiprocessing's resource tracker has its name
-        self.cpu_seconds = {p.name(): sum(p.cpu_times()[:2]) for p in family}
+        (fork_server,) = (p for p in top.children() if p.children())
+        scheduler, _ = sorted((sum(p.cpu_times()[:2]) for p in fork_server.children()), reverse=True)  # and detokenizer
+        self.cpu_seconds = *(sum(p.cpu_times()[:2]) for p in (top, fork_server)), scheduler
         self.http = httpx.Client(base_url=url, timeout=2 * PATIENCE)
 
     @property

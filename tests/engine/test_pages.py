@@ -1,4 +1,4 @@
-"""Links on pages of 1 and 16 tokens, through SGLang's Triton attention backend, its kernels run by Triton's interpreter."""
+"""Links on pages of 16 tokens (all other tests have pages of 1), through SGLang's Triton attention backend, its kernels run by Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hypic.check.judge import EXACT, Judge
 from hypic.check.session import Answer, Prompt, Session, distance
 from hypic.config import HypicConfig
 
+PAGE = 16
 REQUESTS = 2
 """Fewer than a link has runs: the backend sizes its index buffers by this."""
 
@@ -26,11 +27,11 @@ FLAGS: dict[str, Any] = {
 CONFIG = HypicConfig(seam_window=4, min_segment=8, attention="expanded", start_check=False)
 
 
-@pytest.fixture(scope="module", params=[1, 16])
-def session(request: pytest.FixtureRequest, tiny_model: Callable[[str], Path]) -> Iterator[Session]:
-    with Session(tiny_model("qwen3next"), CONFIG, page_size=request.param, **FLAGS) as session:
+@pytest.fixture(scope="module")
+def session(tiny_model: Callable[[str], Path]) -> Iterator[Session]:
+    with Session(tiny_model("qwen3next"), CONFIG, page_size=PAGE, **FLAGS) as session:
         assert session.settings["attention_backend"] == "triton"
-        assert session.settings["page_size"] == request.param
+        assert session.settings["page_size"] == PAGE
         yield session
 
 
@@ -63,7 +64,6 @@ def test_a_link_equals_the_oracle_compiled_and_hit(session: Session, judge: Judg
     session.audit()
 
 
-@pytest.mark.parametrize("session", [16], indirect=True)
 def test_a_state_kept_where_a_seam_ends_does_not_hold_the_artifact(session: Session, judge: Judge) -> None:
     """The last page boundary within a run is the end of the seam, where the next prompt then goes on."""
     head, document, *queries = tokens(12, 30, 5, 30)

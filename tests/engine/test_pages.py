@@ -1,4 +1,7 @@
-"""Links on pages of 16 tokens (all other tests have pages of 1), through SGLang's Triton attention backend, its kernels run by Triton's interpreter."""
+"""Links on pages of 16 tokens, through SGLang's Triton attention backend, its kernels run by Triton's interpreter.
+
+All other tests have pages of one token.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import msgspec
 
 OFFICIAL_SEPARATOR = "<<PIC_SEP>>"
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30, "t": 10**12, "ti": 2**40}
 
 
 class ConfigError(ValueError):
@@ -37,7 +37,7 @@ class HypicConfig(msgspec.Struct, frozen=True, kw_only=True):
         enabled: the plugin hooks SGLang only when true (HYPIC_ENABLED, set by ``hypic serve``).
         seam_window: w, tokens recomputed at the head of each cached segment (seam window, see docs/SEMANTICS.md).
         min_segment: segments shorter than this many tokens are plain spans.
-        memory: bytes of the artifact arena; 0 lets the engine choose.
+        memory: bytes of the artifact arena; 0 (no flag, no variable) lets the engine choose.
         separator: cut prompts at this string without a per-request opt-in (clients of the official fork); "" is off.
         start_check: prove relocation and composition on the loaded model before serving.
         attention: full attention of linked rows: "seam" (our kernel), "expanded" (the backend's), or "auto".
@@ -65,16 +65,20 @@ class HypicConfig(msgspec.Struct, frozen=True, kw_only=True):
         out = {}
         for name in self.__struct_fields__:
             value = getattr(self, name)
+            if name == "memory" and not value:
+                continue
             out["HYPIC_" + name.upper()] = str(int(value)) if isinstance(value, bool) else str(value)
         return out
 
 
 def parse_bytes(text: str) -> int:
-    """``"512MiB"``, ``"2g"``, ``"1048576"`` -> bytes. Raises ConfigError."""
-    m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?)?b?\s*", text.lower())
+    """``"512MiB"``, ``"2g"``, ``"1048576"`` -> bytes, more than 0. Raises ConfigError."""
+    m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text.lower())
     if not m:
         raise ConfigError(f"cannot read {text!r} as a size: write for example 512MiB, 2GiB or a number of bytes")
-    return int(float(m.group(1)) * _UNITS[m.group(2) or ""])
+    if (nbytes := int(float(m.group(1)) * _UNITS[m.group(2) or ""])) == 0:
+        raise ConfigError("no room for any segment; leave it out for a size that suits the machine")
+    return nbytes
 
 
 def from_env(env: Mapping[str, str] = os.environ) -> HypicConfig:
@@ -84,15 +88,20 @@ def from_env(env: Mapping[str, str] = os.environ) -> HypicConfig:
         var = "HYPIC_" + name.upper()
         if var not in env:
             continue
-        raw, default = env[var], getattr(HypicConfig(), name)
         try:
-            values[name] = _read(name, raw, default)
-            holds, remedy = _RULES.get(name, (lambda _: True, ""))
-            if not holds(values[name]):
-                raise ConfigError(remedy)
+            values[name] = read_setting(name, env[var])
         except ConfigError as e:
-            raise ConfigError(f"{var}={raw!r}: {e}") from None
+            raise ConfigError(f"{var}={env[var]!r}: {e}") from None
     return HypicConfig(**values)
+
+
+def read_setting(name: str, raw: str) -> Any:
+    """The value that text gives to a field of HypicConfig. Raises ConfigError with the remedy alone."""
+    value = _read(name, raw, getattr(HypicConfig(), name))
+    holds, remedy = _RULES.get(name, (lambda _: True, ""))
+    if not holds(value):
+        raise ConfigError(remedy)
+    return value
 
 
 def _read(name: str, raw: str, default: Any) -> Any:

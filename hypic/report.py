@@ -52,7 +52,7 @@ class Report(msgspec.Struct, kw_only=True, omit_defaults=False):
         reused_radix: tokens found by SGLang's own prefix cache.
         reused_artifacts: interior tokens taken from artifacts that were there before this request.
         recomputed: tokens computed when the request was linked.
-        compiled: tokens computed by compile requests that this request started or waited for.
+        compiled: tokens of segments that this request had compiled; what it waited for counts where it was ordered.
         seam_window: w of the server.
         method: the caching method, "native" where nothing was linked.
     """

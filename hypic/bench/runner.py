@@ -49,6 +49,7 @@ def run_bench(
     cpu: bool,
     selfcheck: bool,
     say: Callable[[str], None],
+    keep: Callable[[BenchResult], None] = lambda _: None,
 ) -> BenchResult:
     """Time `plan` on every engine.
 
@@ -56,7 +57,7 @@ def run_bench(
         argv: SGLang's flags. config: hypic's settings, for the hypic engine.
         engines: of "stock" and "hypic". baselines: flags on top of `argv`, each for one more stock engine.
         cpu: use CPU mode. selfcheck: refuse to time a hypic whose self-check fails.
-        say: gets lines of progress.
+        say: gets lines of progress. keep: gets what there is after each engine, so that nothing timed is lost.
 
     Raises:
         BenchError: the self-check failed, or an engine ended without a result.
@@ -68,18 +69,20 @@ def run_bench(
     ours, stock = environ | config.to_env(), environ | {"HYPIC_ENABLED": "0"}
     todo = [(f"stock {more}", [*argv, *shlex.split(more)], stock) for more in baselines]
     todo += [(name, argv, ours if name == "hypic" else stock) for name in engines]
-    runs = [_engine(name, plan, flags, env, say) for name, flags, env in todo]
-    points = [t for r in runs for t in r.timings if t.suite == "scale"]
-    return BenchResult(
+    result = BenchResult(
         command=sys.argv,
         versions=_versions(),
         machine=_machine(),
         workload=msgspec.to_builtins(plan.workload),
         seam_window=plan.seam_window,
         selfcheck=checks,
-        engines=runs,
-        fit=fit(points),
+        engines=[],
     )
+    for name, flags, env in todo:
+        result.engines.append(_engine(name, plan, flags, env, say))
+        result.fit = fit([t for r in result.engines for t in r.timings if t.suite == "scale"])
+        keep(result)
+    return result
 
 
 def _engine(name: str, plan: Plan, argv: list[str], env: Mapping[str, str], say: Callable[[str], None]) -> EngineRun:

@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+CHECKS = ("P1", "P2", "P3", "P4", "P5", "P6")
 Status = Literal["passed", "failed", "skipped"]
 
 _SHOWN = 4

@@ -11,13 +11,12 @@ import msgspec
 
 from hypic.check.checks import P2_LONGEST, check_p1, check_p2, check_p3, check_p4
 from hypic.check.judge import Judge
-from hypic.check.result import CheckResult, Tally, failed, skipped
+from hypic.check.result import CHECKS, CheckResult, Tally, failed, skipped
 from hypic.check.session import Answer, Prompt, Session, SessionError
 from hypic.check.soak import ENVIRONMENT, FLAGS, Progress, check_p5, quiet_answers, small_arena, soak_prompts
 from hypic.check.turns import check_p6, other_strategy
 from hypic.config import HypicConfig
 
-CHECKS = ("P1", "P2", "P3", "P4", "P5", "P6")
 DEFAULT_MODELS = ("qwen3next", "qwen35", "llama")
 """Tiny models of `hypic.check.tiny_models`: gated delta networks, Qwen3.5 with mrope, attention only."""
 DEFAULT_SOAK = 40

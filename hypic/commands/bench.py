@@ -10,10 +10,12 @@ import msgspec
 import typer
 from rich.console import Console
 
+from hypic.bench.result import BenchResult
 from hypic.bench.suites import MAX_SCALE_TOKENS, SUITES, TOGETHER, Plan
 from hypic.bench.workload import Workload
-from hypic.commands.serve import sglang_argv, wants_cpu
-from hypic.config import ConfigError, from_env, parse_bytes
+from hypic.commands.flags import setting, take_hypic_flags
+from hypic.commands.serve import flag_value, sglang_argv, wants_cpu
+from hypic.config import ConfigError, from_env
 
 SEGMENT_COUNTS = "4,16,64,128"
 SEGMENT_LENGTHS = "512,2048,8192,16384"
@@ -58,17 +60,25 @@ def bench(
     names, wanted = _names("--engines", engines, ("stock", "hypic")), _names("--suites", suites, tuple(SUITES))
     numbers = {"--counts": counts, "--lengths": lengths, "--together": together}
     many, long, at_once = (_numbers(flag, text) for flag, text in numbers.items())
-    argv = sglang_argv(args)
-    if not any(a.startswith("--log-level") for a in argv):
-        argv += ["--log-level", "warning"]
     try:
-        more = {"memory": parse_bytes(memory)} if memory else {}
-        config = msgspec.structs.replace(from_env(), enabled=True, **more)
+        more = {"memory": setting("memory", memory)} if memory else {}
+        rest, config = take_hypic_flags(args, msgspec.structs.replace(from_env(), enabled=True, **more))
     except ConfigError as e:
         raise typer.BadParameter(str(e)) from None
+    argv = sglang_argv(rest)
+    model = flag_value(argv, "--model-path")
+    if model is None or (model.startswith(("/", ".")) and not (Path(model) / "config.json").is_file()):
+        raise typer.BadParameter(f"MODEL {model or 'is missing'}: name a model, or a folder with a config.json")
+    if not any(a.startswith("--log-level") for a in argv):
+        argv += ["--log-level", "warning"]
     work = Workload(system, segments, segment_tokens, query, reps, seed)
     grid = [(n, m) for n in many for m in long if n * m <= MAX_SCALE_TOKENS]
     plan = Plan(tuple(wanted), work, config.seam_window, tuple(grid), tuple(at_once))
+    if out:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise typer.BadParameter(f"--out {out}: {e}") from None
     try:
         result = run_bench(
             plan,
@@ -79,6 +89,7 @@ def bench(
             cpu=wants_cpu(argv, os.environ),
             selfcheck=not no_selfcheck,
             say=lambda line: console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True),
+            keep=lambda part: _write(out, part) if out else None,
         )
     except BenchError as e:
         console.print(f"hypic bench: {e}", style="red", markup=False)
@@ -88,19 +99,23 @@ def bench(
             "hypic bench: the self-check was not run: these figures do not say that the answers are right",
             style="yellow",
         )
-    encoded = msgspec.json.format(msgspec.json.encode(result), indent=1).decode()
-    if out:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "bench.json").write_text(encoded + "\n")
-        if not plot(result, out / "bench.png"):
-            console.print("hypic bench: no bench.png, since matplotlib is not installed", style="yellow")
+    if out and not plot(result, out / "bench.png"):
+        console.print("hypic bench: no bench.png, since matplotlib is not installed", style="yellow")
     if as_json:
-        print(encoded)
+        print(_encoded(result))
     else:
         terminal = Console()
         terminal.width = max(terminal.width, TABLE_WIDTH)
         for table in tables(result):
             terminal.print(table)
+
+
+def _encoded(result: BenchResult) -> str:
+    return msgspec.json.format(msgspec.json.encode(result), indent=1).decode()
+
+
+def _write(out: Path, result: BenchResult) -> None:
+    (out / "bench.json").write_text(_encoded(result) + "\n")
 
 
 def _names(flag: str, text: str, known: tuple[str, ...]) -> list[str]:

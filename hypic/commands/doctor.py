@@ -29,20 +29,21 @@ def doctor(
     Applies every hook in this process and says which are in force, and why each is needed. With MODEL: whether it can
     be served, bytes of an artifact, and how many segments the arena holds. Starts no server and loads no weights.
     """
-    from hypic.config import ConfigError, from_env, parse_bytes
+    from hypic.commands.flags import setting, take_hypic_flags
+    from hypic.config import ConfigError, from_env
 
     try:
         import msgspec
 
-        config = msgspec.structs.replace(from_env(os.environ), enabled=True)
+        rest, config = take_hypic_flags(args or [], msgspec.structs.replace(from_env(os.environ), enabled=True))
         if memory is not None:
-            config = msgspec.structs.replace(config, memory=parse_bytes(memory))
+            config = msgspec.structs.replace(config, memory=setting("memory", memory))
     except ConfigError as error:
         typer.secho(f"hypic doctor: {error}", fg="red", err=True)
         raise typer.Exit(2) from None
     print("importing SGLang and applying the hooks, about ten seconds ...", file=sys.stderr)
     with contextlib.redirect_stdout(sys.stderr):
-        found = examine(list(args or []), config)
+        found = examine(rest, config)
     if as_json:
         print(msgspec.json.encode(found).decode())
     else:

@@ -17,7 +17,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hypic.commands.serve import sglang_argv, wants_cpu
+from hypic.check.result import CHECKS
+from hypic.commands.flags import take_hypic_flags
+from hypic.commands.serve import ServeError, sglang_argv, wants_cpu
 from hypic.config import ConfigError, from_env
 from hypic.platform_cpu import CPU_MODE
 from hypic.platform_cpu.defaults import set_environment
@@ -47,21 +49,24 @@ def selfcheck(
 
     A check that cannot be made (the oracle does not know the model, say) is skipped, which is not a pass.
     """
-    argv = sglang_argv(args or [])
-    if wants_cpu(argv, os.environ):
-        os.environ[CPU_MODE] = "1"
-        set_environment()
-    from hypic.check.selfcheck import CHECKS, Plan
-
     wanted = tuple(c.strip().upper() for c in checks.split(",") if c.strip())
-    if unknown := sorted(set(wanted) - set(CHECKS)):
-        raise typer.BadParameter(f"--checks {','.join(unknown)}: known are {', '.join(CHECKS)}")
+    if not wanted or (unknown := sorted(set(wanted) - set(CHECKS))):
+        raise typer.BadParameter(
+            f"--checks {','.join(unknown) if wanted else repr(checks)}: known are {', '.join(CHECKS)}"
+        )
     if soak < 1:
         raise typer.BadParameter(f"--soak {soak}: at least 1")
     try:
-        config = from_env()
-    except ConfigError as e:
+        rest, config = take_hypic_flags(args or [], from_env())
+        argv = sglang_argv(rest)
+        on_cpu = wants_cpu(argv, os.environ)
+    except (ConfigError, ServeError) as e:
         raise typer.BadParameter(str(e)) from None
+    if on_cpu:
+        os.environ[CPU_MODE] = "1"
+        set_environment()
+    from hypic.check.selfcheck import Plan
+
     flags = server_fields(argv)
     path = flags.pop("model_path", None)
     plan = Plan(checks=wanted, seed=seed, soak=soak, config=config, flags=flags)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hypic.config import ConfigError, HypicConfig, from_env, parse_bytes
+from hypic.config import ConfigError, HypicConfig, from_env
 from hypic.platform_cpu import CPU_MODE
 
 PASS_FLAGS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": True}
@@ -98,8 +98,12 @@ def serve(
     """
     argv = ["--help"] if sglang_help else sglang_argv(args or [])
     try:
-        if not argv:
+        if not argv or (
+            not sglang_help and not {"--model-path", "--model", "--config"} & {a.split("=")[0] for a in argv}
+        ):
             raise ServeError("name a model: hypic serve MODEL")
+        from hypic.commands.flags import take_hypic_flags
+
         config = merge_config(
             from_env(os.environ),
             seam_window=seam_window,
@@ -111,6 +115,9 @@ def serve(
             no_start_check=no_start_check,
             off=off,
         )
+        argv, config = take_hypic_flags(
+            argv, config
+        )  # those that are not options above do not exist: named in an error
         cpu = wants_cpu(argv, os.environ)
         prepare_environment(config, argv, cpu=cpu, environ=os.environ)
         run_server(argv, cpu)
@@ -136,7 +143,9 @@ def merge_config(
     """The environment's configuration ``base`` with the flags that were given (not None). Raises ConfigError."""
     import msgspec
 
-    given["memory"] = None if memory is None else parse_bytes(memory)
+    from hypic.commands.flags import setting
+
+    given["memory"] = None if memory is None else setting("memory", memory)
     given["start_check"] = False if no_start_check else None
     return msgspec.structs.replace(base, enabled=not off, **{k: v for k, v in given.items() if v is not None})
 
@@ -144,6 +153,8 @@ def merge_config(
 def wants_cpu(argv: Sequence[str], environ: MutableMapping[str, str]) -> bool:
     """Whether to run on the CPU: as HYPIC_CPU or ``--device`` say, else if torch sees no accelerator."""
     if CPU_MODE in environ:
+        if environ[CPU_MODE] not in ("0", "1"):
+            raise ServeError(f"{CPU_MODE}={environ[CPU_MODE]!r}: write 0 or 1")
         return environ[CPU_MODE] == "1"
     if device := flag_value(argv, "--device"):
         return device == "cpu"

@@ -35,7 +35,7 @@ def check_server_args(_: Any, args: Any) -> None:
     from hypic.engine.plugin import require_applied
 
     require_applied()
-    support.check_server_args(args)
+    support.check_server_args(args, from_env().state_dtype)
 
 
 def allocate_arena(model_runner: Any, *_: Any, **__: Any) -> None:
@@ -72,6 +72,12 @@ def attach_runtime(_: Any, model_runner: Any) -> None:
 
         rotary = find_rotary(model_runner.model, layout.full.layer_ids, model_runner.model_config.context_len)
     runtime.attach(model_runner, layout, rotary)
+    smallest = layout.payload_bytes(max(config.min_segment - config.seam_window, 0))
+    if smallest > runtime.arena.buffer.numel():
+        logger.warning(
+            "hypic: not one segment fits into the arena of %d bytes (one of %d tokens takes %d): raise --hypic-memory",
+            runtime.arena.buffer.numel(), config.min_segment, smallest,
+        )  # fmt: skip
     auto = "seam" if model_runner.device == "cuda" else "expanded"
     runtime.seam_attention = (auto if config.attention == "auto" else config.attention) == "seam"
     if runtime.off is not None:

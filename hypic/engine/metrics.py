@@ -32,6 +32,7 @@ class EngineMetrics:
         self._tokens = counter("tokens_total", "Prompt tokens of linked requests by how they came to be", "kind")
         self._fallbacks = counter("fallbacks_total", "Segments or requests served natively, by reason", "reason")
         self._evicted = counter("evictions_total", "Artifacts evicted from the arena")
+        self._evicted.labels(**labels)  # shown as 0 before the first one
         self._compile = Histogram("hypic:compile_seconds", "Compile, from spawn to stored", names, buckets=_SECONDS)
         self._waited = Histogram(
             "hypic:held_seconds",
@@ -47,7 +48,10 @@ class EngineMetrics:
         )
         self._artifacts = Gauge("hypic:artifacts", "Artifacts in the arena", names, multiprocess_mode="mostrecent")
         self._held = Gauge(
-            "hypic:held_requests", "Linked requests that wait for artifacts", names, multiprocess_mode="mostrecent"
+            "hypic:held_requests",
+            "Linked requests in the waiting queue, for artifacts or for their turn",
+            names,
+            multiprocess_mode="mostrecent",
         )
 
     def compiled(self, tokens: int, seconds: float) -> None:

@@ -88,7 +88,7 @@ def build_report(link: Link, prompt_tokens: int) -> Report:
         if d.start < 0
     ]
     linked = [s for s in link.segments if not s.plain and s.end > hit]
-    bought = {s.key: s.length for s in linked if s.outcome in ("compiled", "waited")}
+    bought = {s.key: s.length for s in linked if s.outcome == "compiled"}
     return Report(
         spans=spans,
         prompt_tokens=prompt_tokens,

@@ -73,8 +73,12 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 
-def check_server_args(args: Any) -> None:
+def check_server_args(args: Any, state_dtype: str = "float32") -> None:
     """Raise Unsupported naming every flag that does not go with hypic, with its reason."""
+    if state_dtype != "float32" and args.dtype == "float32":
+        raise Unsupported(
+            f"--hypic-state-dtype {state_dtype} with a model in float32: leave it out, or serve in bfloat16"
+        )
     found = [f"{r.flag}: {r.reason}" for r in REFUSALS if r.applies(args)]
     if found:
         listing = "\n  ".join(found)

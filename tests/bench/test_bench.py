@@ -107,6 +107,13 @@ def test_bad_options_are_named(flag: str, value: str, said: str) -> None:
     assert done.exit_code == 2 and said in done.output
 
 
+def test_a_model_that_is_not_there_and_an_unknown_flag_end_at_once(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["bench", str(tmp_path)])
+    assert done.exit_code == 2 and "config.json" in done.output
+    done = CliRunner().invoke(app, ["bench", "nowhere", "--hypic-bogus", "3"])
+    assert done.exit_code == 2 and "--hypic-seam-window" in done.output
+
+
 def test_for_real(tiny_model: Any, tmp_path: Path) -> None:
     options = "--engines hypic --suites ttft,concurrency --segments 2 --segment-tokens 80 --system 3 --query 5 --reps 1"
     command = [

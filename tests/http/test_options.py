@@ -40,7 +40,7 @@ def test_defaults() -> None:
         ([[0, 5], [0, 5]], "overlaps"),
         ([[3, 3]], r"segments\[0\] = \[3, 3\]: is empty; end is exclusive"),
         ([[5, 3]], "is empty"),
-        ([[0, 11]], r"leaves the prompt, which has tokens 0 to 10"),
+        ([[0, 11]], r"leaves the prompt of 10 tokens"),
         ([[-1, 4]], "leaves the prompt"),
         ([[0, 1, 2]], "must be two integers"),
         ([5], "must be two integers"),

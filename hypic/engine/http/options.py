@@ -98,7 +98,7 @@ def _bounds(entries: list[Any], tokens: int, where: str) -> tuple[Bounds, ...]:
         if start >= end:
             raise BadRequest(f"{at} = [{start}, {end}]: is empty; end is exclusive and must be greater than start")
         if start < 0 or end > tokens:
-            raise BadRequest(f"{at} = [{start}, {end}]: leaves the prompt, which has tokens 0 to {tokens}")
+            raise BadRequest(f"{at} = [{start}, {end}]: leaves the prompt of {tokens} tokens")
     order = sorted(range(len(entries)), key=lambda i: entries[i])
     for a, b in pairwise(order):
         if entries[b][0] < entries[a][1]:

@@ -27,7 +27,10 @@ class RequestError(DemoError):
 
 
 class Step(NamedTuple):
-    """One generated token and the most likely ones at its place, each with its logprob."""
+    """One generated token and the most likely ones at its place, each with its logprob; none where they are not known.
+
+    SGLang 0.5.17 repeats those of a chunk's first token for the others, so of a chunk only the first has any.
+    """
 
     token: str
     top: dict[str, float]
@@ -94,9 +97,9 @@ class Client:
         with self._post("/v1/chat/completions", body) as response:
             for chunk in _events(response):
                 for choice in chunk["choices"]:
-                    for entry in (choice.get("logprobs") or {}).get("content") or ():
+                    for i, entry in enumerate((choice.get("logprobs") or {}).get("content") or ()):
                         ttft = ttft or time.perf_counter() - began
-                        steps.append(Step(entry["token"], _by_token(entry["top_logprobs"])))
+                        steps.append(Step(entry["token"], {} if i else _by_token(entry["top_logprobs"])))
                 usage = chunk.get("usage") or usage
                 report = (chunk.get("sglext") or {}).get("hypic", report)
         if len(steps) != new_tokens:

@@ -38,7 +38,7 @@ def run(model: str | None, flags: Sequence[str], say: Callable[[str], None]) -> 
         oracle = _oracle(path)  # loads while the server starts
         server.wait_until_ready(_every(5.0, lambda s: say(f"waiting for the server, {s:.0f} s")))
         say("the server is ready")
-        requests = scenario.run_requests(server.client, documents, say)
+        requests, contrast = scenario.run_requests(server.client, documents, say)
         checks = scenario.run_checks(server.client, oracle, documents, say)
         say("stopping the server")
     log.unlink(missing_ok=True)
@@ -49,6 +49,7 @@ def run(model: str | None, flags: Sequence[str], say: Callable[[str], None]) -> 
         seconds=0.0,
         requests=requests,
         checks=checks,
+        contrast=contrast,
     )
 
 

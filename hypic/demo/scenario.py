@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from hypic.demo.client import ChatAnswer, Client, Step, TokenAnswer
+from hypic.demo.client import ChatAnswer, Client, TokenAnswer
 from hypic.report import Report
 
 TOLERANCE = 1e-4
@@ -71,6 +71,19 @@ class CheckRow(msgspec.Struct, kw_only=True):
     problems: list[str] = []
 
 
+class Contrast(msgspec.Struct, kw_only=True):
+    """What the figures of the table are to be seen beside; neither is an error.
+
+    Attributes:
+        full: largest difference of logprobs between the first prompt served with and without marks, which is what
+            position-independent caching approximates.
+        order: the same between the first prompt and the one with its documents in another order.
+    """
+
+    full: float
+    order: float
+
+
 class DemoResult(msgspec.Struct, kw_only=True):
     """All that the demo found; what ``hypic demo --json`` prints."""
 
@@ -80,6 +93,7 @@ class DemoResult(msgspec.Struct, kw_only=True):
     seconds: float
     requests: list[RequestRow]
     checks: list[CheckRow]
+    contrast: Contrast
 
     @property
     def problems(self) -> list[str]:
@@ -124,8 +138,10 @@ def prompts(documents: Sequence[str]) -> tuple[Prompt, Prompt, Prompt]:
     return first, first._replace(documents=shuffled), other
 
 
-def run_requests(client: Client, documents: Sequence[str], say: Callable[[str], None]) -> list[RequestRow]:
-    """The rows of the table, in the order in which the requests are sent. Raises RequestError."""
+def run_requests(
+    client: Client, documents: Sequence[str], say: Callable[[str], None]
+) -> tuple[list[RequestRow], Contrast]:
+    """The rows of the table, in the order in which the requests are sent, and their contrast. Raises RequestError."""
     first, permuted, other = prompts(documents)
     # Whatever happens once in a server's life must not count: a document of its own, compiled and hit.
     for _ in range(2):
@@ -139,14 +155,12 @@ def run_requests(client: Client, documents: Sequence[str], say: Callable[[str], 
         return answer
 
     def compare(row: RequestRow, warm: ChatAnswer, cold: ChatAnswer) -> None:
-        row.delta, row.compared = distance(
-            [s.top for s in warm.steps], [s.top for s in cold.steps], _tokens(warm, cold)
-        )
+        row.delta, row.compared = _distance(warm, cold)
         if not row.delta <= TOLERANCE:
             row.problems.append(f"logprobs differ from the cold answer's by {row.delta:.1e}")
 
     client.flush_cache()
-    ask("nothing marked", first, frozenset(), marked=False)
+    full = ask("nothing marked", first, frozenset(), marked=False)
     client.flush_cache()
     cold = ask("cold", first, _COMPILED)
     again = ask("the same again", first, _HIT)
@@ -157,7 +171,7 @@ def run_requests(client: Client, documents: Sequence[str], say: Callable[[str], 
     for name, prompt, answer, row in warm:
         client.flush_cache()
         compare(row, answer, ask(name + COLD, prompt, _COMPILED))
-    return rows
+    return rows, Contrast(full=_distance(full, cold)[0], order=_distance(cold, warm[0][2])[0])
 
 
 def _row(name: str, answer: ChatAnswer, marked: int, outcomes: frozenset[str]) -> RequestRow:
@@ -260,14 +274,16 @@ def distance(
     """The largest difference of logprobs, and how many were compared.
 
     Args:
-        a, b: for each step logprobs by token. What only one side lists is at most as likely on the other as the least
+        a, b: for each step logprobs by token; a step where either has none is passed over.
+            What only one side lists is at most as likely on the other as the least
             likely that the other lists, and is compared with that where it is above it.
         tokens: what was chosen at each step; once the two differ, what follows answers another question.
     """
     worst, compared = 0.0, 0
     for x, y, (taken, other) in zip(a, b, tokens, strict=True):
-        floor = {id(x): min(x.values()), id(y): min(y.values())}
-        for token in x.keys() | y.keys():
+        known = x and y
+        floor = {id(x): min(x.values()), id(y): min(y.values())} if known else {}
+        for token in x.keys() | y.keys() if known else ():
             if token in x and token in y:
                 error = abs(x[token] - y[token])
                 compared += 1
@@ -280,11 +296,9 @@ def distance(
     return worst, compared
 
 
-def _tokens(a: ChatAnswer, b: ChatAnswer) -> list[tuple[str, str]]:
-    def texts(steps: list[Step]) -> list[str]:
-        return [s.token for s in steps]
-
-    return list(zip(texts(a.steps), texts(b.steps), strict=True))
+def _distance(a: ChatAnswer, b: ChatAnswer) -> tuple[float, int]:
+    taken = [(x.token, y.token) for x, y in zip(a.steps, b.steps, strict=True)]
+    return distance([s.top for s in a.steps], [s.top for s in b.steps], taken)
 
 
 def describe(outcomes: Sequence[str]) -> str:

@@ -22,7 +22,7 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from hypic.check.tiny_tokenizer import CHAT_TEMPLATE, END_OF_TEXT, SPECIAL, TURN_END
+from hypic.check.tiny_tokenizer import save_tokenizer, train_tokenizer
 
 from .words import CHANGING, FIXED, NAMES, VALUES
 
@@ -89,34 +89,14 @@ def load_sentences(directory: Path) -> list[str]:
 
 def write_tokenizer(directory: Path, prose: list[str]) -> None:
     """A byte-level BPE in which every word of :mod:`models.words` is one token, with and without a space before it."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=[AddedToken(text, normalized=False, special=True) for text in SPECIAL],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
     words = ["system", "user", "assistant", "What", "The"] + [
         f"{space}{word}" for word in (*NAMES, *FIXED, *CHANGING, *VALUES) for space in ("", " ")
     ]
-    tokenizer.train_from_iterator([*prose, *(words * 400)], trainer)
+    tokenizer = train_tokenizer([*prose, *(words * 400)], VOCAB_SIZE)
     missed = [word for word in words if len(tokenizer.encode(word).ids) != 1]
     if missed:
         raise ValueError(f"not one token each: {missed}")
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=TURN_END,
-        pad_token=END_OF_TEXT,
-        model_max_length=8192,
-        clean_up_tokenization_spaces=False,
-    )
-    fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(directory)
+    save_tokenizer(tokenizer, directory)
 
 
 def main() -> None:

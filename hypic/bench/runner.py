@@ -108,7 +108,7 @@ def _selfcheck(argv: list[str], env: Mapping[str, str], say: Callable[[str], Non
     """`hypic selfcheck` on a tiny model of the same kind, under the flags that decide how a link is computed."""
     from hypic.check.tiny_models import build
 
-    model = build(tiny_kind(Path(argv[argv.index("--model-path") + 1])))
+    model = build(tiny_kind(Path(flag_value(argv, "--model-path") or "")))
     command = ["selfcheck", str(model), "--checks", CHECKED, "--json", *kept_flags(argv)]
     say(f"hypic {shlex.join(command)}")
     done = subprocess.run([sys.executable, "-m", "hypic", *command], env=dict(env), stdout=subprocess.PIPE, text=True)

@@ -12,12 +12,15 @@ scale        warm TTFT over numbers and lengths of segments (hypic only).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from hypic.bench.client import Client, Timed
 from hypic.bench.result import Timing
 from hypic.bench.workload import Prompt, Prompts, Workload
+
+T = TypeVar("T")
 
 DECODE_TOKENS = 128
 ORDINARY_TOKENS = 2048
@@ -51,7 +54,7 @@ def ttft(client: Client, plan: Plan) -> Iterator[Timing]:
     documents = prompts.documents()
 
     def case(name: str, draw: Callable[[], Prompt]) -> Timing:
-        return _timing("ttft", name, [client.ask(draw()) for _ in range(work.reps + 1)][1:])
+        return _timing("ttft", name, _repeat(work.reps, lambda: client.ask(draw())))
 
     yield case("cold", lambda: prompts.prompt(prompts.documents()))
     client.ask(prompts.prompt(documents))
@@ -64,18 +67,19 @@ def ttft(client: Client, plan: Plan) -> Iterator[Timing]:
         yield case("prefix hit, as many new tokens", lambda: prompts.prompt(documents, query=new))
     ordinary = min(ORDINARY_TOKENS, work.tokens)
     yield case("ordinary", lambda: (prompts.tokens(ordinary), []))
-    answers = [client.ask(prompts.prompt(documents), DECODE_TOKENS) for _ in range(work.reps + 1)][1:]
+    answers = _repeat(work.reps, lambda: client.ask(prompts.prompt(documents), DECODE_TOKENS))
     yield Timing(suite="ttft", case="decode", unit="tok/s", values=[a.decode for a in answers])
     yield _throughput(client, prompts, work.reps)
 
 
 def _throughput(client: Client, prompts: Prompts, reps: int) -> Timing:
     at_once, prompt, answer = THROUGHPUT
-    rates = []
-    for _ in range(reps + 1):
+
+    def rate() -> float:
         _, seconds = client.ask_together([(prompts.tokens(prompt), []) for _ in range(at_once)], answer)
-        rates.append(at_once * (prompt + answer) / seconds)
-    return Timing(suite="ttft", case="throughput", unit="tok/s", values=rates[1:])
+        return at_once * (prompt + answer) / seconds
+
+    return Timing(suite="ttft", case="throughput", unit="tok/s", values=_repeat(reps, rate))
 
 
 def concurrency(client: Client, plan: Plan) -> Iterator[Timing]:
@@ -85,9 +89,11 @@ def concurrency(client: Client, plan: Plan) -> Iterator[Timing]:
     client.ask(prompts.prompt(documents))
     order = prompts.shuffled if client.hypic else list
     for n in plan.together:
-        rounds = [
-            client.ask_together([prompts.prompt(order(documents)) for _ in range(n)])[0] for _ in range(work.reps + 1)
-        ][1:]
+
+        def together(n: int = n) -> list[Timed]:
+            return client.ask_together([prompts.prompt(order(documents)) for _ in range(n)])[0]
+
+        rounds = _repeat(work.reps, together)
         yield Timing(
             suite="concurrency",
             case=f"{'warm' if client.hypic else 'prefix hit'}, {n} at once",
@@ -109,7 +115,11 @@ def scale(client: Client, plan: Plan) -> Iterator[Timing]:
         for n in counts:
             point = msgspec.structs.replace(base, segments=n)
             client.ask(prompts.prompt(documents[:n]))
-            timed = [client.ask(prompts.prompt(prompts.shuffled(documents[:n]))) for _ in range(base.reps + 1)][1:]
+
+            def warm(n: int = n, prompts: Prompts = prompts, documents: list[list[int]] = documents) -> Timed:
+                return client.ask(prompts.prompt(prompts.shuffled(documents[:n])))
+
+            timed = _repeat(base.reps, warm)
             shape = {"segments": n, "segment_tokens": length, "tokens": point.tokens}
             shape |= {"computed": point.seams(plan.seam_window), "pairs": attended_pairs(point, plan.seam_window)}
             yield _timing("scale", f"warm, {n} x {length}", timed, shape)
@@ -121,6 +131,11 @@ def attended_pairs(work: Workload, w: int) -> int:
     starts = [work.system + i * work.segment_tokens for i in range(work.segments)]
     runs = [(0, work.system), *((s, run) for s in starts), (work.tokens - work.query, work.query)]
     return sum(n * start + n * (n + 1) // 2 for start, n in runs)
+
+
+def _repeat(reps: int, once: Callable[[], T]) -> list[T]:
+    """What `once` gives, `reps` times, after one that warms up."""
+    return [once() for _ in range(reps + 1)][1:]
 
 
 def _timing(suite: str, case: str, timed: Sequence[Timed], shape: dict[str, int] | None = None) -> Timing:

@@ -14,7 +14,7 @@ from hypic.bench.result import BenchResult
 from hypic.bench.suites import MAX_SCALE_TOKENS, SUITES, TOGETHER, Plan
 from hypic.bench.workload import Workload
 from hypic.commands.flags import setting, take_hypic_flags
-from hypic.commands.serve import flag_value, sglang_argv, wants_cpu
+from hypic.commands.serve import ServeError, flag_value, sglang_argv, wants_cpu
 from hypic.config import ConfigError, from_env
 
 SEGMENT_COUNTS = "4,16,64,128"
@@ -63,9 +63,10 @@ def bench(
     try:
         more = {"memory": setting("memory", memory)} if memory else {}
         rest, config = take_hypic_flags(args, msgspec.structs.replace(from_env(), enabled=True, **more))
-    except ConfigError as e:
+        argv = sglang_argv(rest)
+        cpu = wants_cpu(argv, os.environ)
+    except (ConfigError, ServeError) as e:
         raise typer.BadParameter(str(e)) from None
-    argv = sglang_argv(rest)
     model = flag_value(argv, "--model-path")
     if model is None or (model.startswith(("/", ".")) and not (Path(model) / "config.json").is_file()):
         raise typer.BadParameter(f"MODEL {model or 'is missing'}: name a model, or a folder with a config.json")
@@ -86,7 +87,7 @@ def bench(
             config,
             engines=names,
             baselines=baseline or [],
-            cpu=wants_cpu(argv, os.environ),
+            cpu=cpu,
             selfcheck=not no_selfcheck,
             say=lambda line: console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True),
             keep=lambda part: _write(out, part) if out else None,

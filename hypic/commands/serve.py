@@ -8,11 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
+from hypic.commands.flags import setting, take_hypic_flags
 from hypic.config import ConfigError, HypicConfig, from_env
 from hypic.platform_cpu import CPU_MODE
 
 PASS_FLAGS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": True}
 _PANEL = "Position-independent caching"
+_MODEL_FLAGS = {"--model-path", "--model", "--config"}
 
 
 def serve(
@@ -98,12 +100,8 @@ def serve(
     """
     argv = ["--help"] if sglang_help else sglang_argv(args or [])
     try:
-        if not argv or (
-            not sglang_help and not {"--model-path", "--model", "--config"} & {a.split("=")[0] for a in argv}
-        ):
+        if not sglang_help and not _MODEL_FLAGS & {a.split("=")[0] for a in argv}:
             raise ServeError("name a model: hypic serve MODEL")
-        from hypic.commands.flags import take_hypic_flags
-
         config = merge_config(
             from_env(os.environ),
             seam_window=seam_window,
@@ -115,9 +113,7 @@ def serve(
             no_start_check=no_start_check,
             off=off,
         )
-        argv, config = take_hypic_flags(
-            argv, config
-        )  # those that are not options above do not exist: named in an error
+        argv, config = take_hypic_flags(argv, config)  # any left are not options of ours: an error names them
         cpu = wants_cpu(argv, os.environ)
         prepare_environment(config, argv, cpu=cpu, environ=os.environ)
         run_server(argv, cpu)
@@ -142,8 +138,6 @@ def merge_config(
 ) -> HypicConfig:
     """The environment's configuration ``base`` with the flags that were given (not None). Raises ConfigError."""
     import msgspec
-
-    from hypic.commands.flags import setting
 
     given["memory"] = None if memory is None else setting("memory", memory)
     given["start_check"] = False if no_start_check else None

@@ -29,7 +29,7 @@ SHAPE: dict[str, Any] = dict(
     linear_key_head_dim=128,
     linear_value_head_dim=128,
     linear_num_key_heads=1,
-    linear_num_value_heads=2,
+    linear_num_value_heads=1,
     full_attention_interval=4,
     max_position_embeddings=16384,
     rms_norm_eps=1e-6,
@@ -67,8 +67,12 @@ def layer_types(shape: dict[str, Any]) -> list[str]:
     ]
 
 
-def build(shape: dict[str, Any] | None = None, *, seed: int = 0) -> Any:
-    """A fresh ``Qwen3_5ForCausalLM`` in float32, initialised by our own rules."""
+def build(shape: dict[str, Any] | None = None, *, seed: int = 0, decays: tuple[float, float] = (0.3, 3e-4)) -> Any:
+    """A fresh ``Qwen3_5ForCausalLM`` in float32, initialised by our own rules.
+
+    ``decays`` are the log decays per token at which the first and the last linear layer begin, those between in equal
+    ratios: the first ones see their neighbourhood, as heads of large models do, and the last ones remember a prompt.
+    """
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
     shape = SHAPE | (shape or {})
@@ -77,6 +81,7 @@ def build(shape: dict[str, Any] | None = None, *, seed: int = 0) -> Any:
         Qwen3_5TextConfig(**shape, layer_types=layer_types(shape), rope_parameters=_ROPE)
     ).float()
     depth = shape["num_hidden_layers"]
+    linear = [i for i, kind in enumerate(layer_types(shape)) if kind == "linear_attention"]
     with torch.no_grad():
         for path, p in model.named_parameters():
             leaf = path.removesuffix(".weight").rsplit(".", 1)[-1]
@@ -86,11 +91,9 @@ def build(shape: dict[str, Any] | None = None, *, seed: int = 0) -> Any:
                 p.fill_(0.25 - 1)
             elif leaf == "A_log":
                 p.zero_()
-            elif leaf == "dt_bias":  # log decays per token from 0.02 to 0.0002: some heads remember all of a prompt
-                spread = torch.logspace(math.log10(2e-4), math.log10(2e-2), max(len(p), 3))
-                if len(p) < 3:  # too few heads for all: they differ from layer to layer
-                    spread = spread.roll(1 + int(path.split(".")[2]))[: len(p)]
-                p.copy_(spread.expm1().log())
+            elif leaf == "dt_bias":
+                at = linear.index(int(path.split(".")[2])) / max(len(linear) - 1, 1)
+                p.fill_(math.log(math.expm1(decays[0] ** (1 - at) * decays[1] ** at)))
             elif leaf == "conv1d":
                 p.uniform_(-0.5, 0.5)
             elif p.dim() == 2:

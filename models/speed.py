@@ -34,7 +34,8 @@ def main() -> None:
         best = sorted(times)[len(times) // 2]
         memory = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
         print(
-            f"level {level}: {made.ids.shape}, median {1e3 * best:.1f} ms a step, {made.ids.size / best:,.0f} tokens/s, "
+            f"level {level}: {made.ids.shape}, median of {len(times)} {1e3 * best:.1f} ms a step, "
+            f"{made.ids.size / best:,.0f} tokens/s, "
             f"first {times[0]:.2f} s, {memory:.1f} GiB",
             flush=True,
         )

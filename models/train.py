@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .network import Network, build
+from .step import Graphs, Inputs
 from .stream import Batch, Stream, draw
 from .task import KINDS, LEVELS, World
 
@@ -34,7 +35,7 @@ ADVANCE = 0.85
 _TEXT_WEIGHT = 0.1
 _READ = 20  # steps between looks at the metrics, each of which waits for the device
 _WARMUP = 200
-_METRICS = 3 * len(KINDS) + 3
+_METRICS = 3 * len(KINDS) + 4
 
 
 class Trainer:
@@ -42,11 +43,18 @@ class Trainer:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.device = args, torch.device(args.device)
-        self.net = Network(build(json.loads(args.shape), seed=args.seed)).to(self.device)
+        decays = tuple(float(x) for x in args.decays.split(","))
+        self.net = Network(build(json.loads(args.shape), seed=args.seed, decays=decays)).to(self.device)
         matrices = [p for p in self.net.parameters() if p.dim() >= 2]
         others = [p for p in self.net.parameters() if p.dim() < 2]
         groups = [{"params": matrices, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98), eps=1e-9, fused=args.device == "cuda")
+        cuda = self.device.type == "cuda"
+        self.rate: Any = torch.tensor(args.lr, device=self.device) if cuda else args.lr
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=self.rate, betas=(0.9, 0.98), eps=1e-9, fused=cuda, capturable=cuda
+        )
+        self.sums: dict[int, Tensor] = {}
+        self.graphs = Graphs(self) if cuda else None
         self.step = self.tokens = self.level = self.level_step = 0
         self.warm_from, self.scale = 0, 1.0
         self.accuracy: dict[int, float] = {}
@@ -68,46 +76,65 @@ class Trainer:
         tokens = self.args.tokens // (2 if level < 3 else 1)
         return level, max(1, tokens // LEVELS[level].tokens), (self.args.seed, self.args.run, index)
 
-    def losses(self, made: Batch) -> tuple[Tensor, Tensor]:
-        """The loss, and its parts: per kind sum of right answers, number, sum of losses; text loss, end loss, loss."""
-        ids, *rest = (self._put(x) for x in (made.ids, made.answer_at, made.answer, made.kind, made.text_at, made.text))
-        answer_at, answer, kind, text_at, text = rest
+    def losses(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """The loss, and its parts: per kind sum of right answers, number, sum of losses; text loss, end loss, loss, 1."""
+        n = len(inputs.answer)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.args.bf16):
-            hidden = self.net(ids.int()).flatten(0, 1)
-            logits = self.net.logits(hidden[torch.cat([answer_at, text_at])])
-        each = F.cross_entropy(logits.float(), torch.cat([answer, text]), reduction="none")
-        answers, texts = each[: len(answer)], each[len(answer) :].mean()
-        loss = answers.mean() + _TEXT_WEIGHT * texts
-        right = (logits[: len(answer)].argmax(-1) == answer).float()
+            hidden = self.net(inputs.ids).flatten(0, 1)
+            logits = self.net.logits(hidden[torch.cat([inputs.answer_at, inputs.text_at])])
+        targets = torch.cat([inputs.answer, inputs.text])
+        each = F.cross_entropy(logits.float(), targets, reduction="none")
+        answers, kind = each[:n], inputs.kind
+        known = (kind > 0).float()
+        texts = (each[n:] * inputs.text_known).sum() / inputs.text_known.sum()
+        loss = (answers * known).sum() / known.sum() + _TEXT_WEIGHT * texts
+        right = (logits[:n].argmax(-1) == inputs.answer).float()
         parts = []
         for k in range(1, len(KINDS) + 1):
             one = (kind == k).float()
             parts += [(right * one).sum(), one.sum(), (answers * one).sum()]
         ends = (kind == len(KINDS) + 1).float()
-        parts += [texts, (answers * ends).sum() / ends.sum(), loss]
+        parts += [texts, (answers * ends).sum() / ends.sum(), loss, torch.ones_like(loss)]
         return loss, torch.stack([p.detach() for p in parts])
 
-    def _put(self, x: Any) -> Tensor:
-        t = torch.from_numpy(x).long()
-        return t.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else t
-
-    def update(self, made: Batch, rate: float) -> Tensor:
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.args.lr * rate * self.scale * min(1.0, (self.step - self.warm_from + 1) / _WARMUP)
-        loss, parts = self.losses(made)
+    def run(self, inputs: Inputs, sums: Tensor) -> None:
+        """One step on ``inputs``; adds its parts to ``sums``."""
+        loss, parts = self.losses(inputs)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
         self.optimizer.step()
+        sums += parts
+
+    def update(self, made: Batch, rate: float) -> None:
+        """One step; its parts are added to ``self.sums[made.level]``."""
+        now = self.args.lr * rate * self.scale * min(1.0, (self.step - self.warm_from + 1) / _WARMUP)
+        if self.graphs:
+            self.rate.fill_(now)
+        else:
+            for group in self.optimizer.param_groups:
+                group["lr"] = now
+        if made.level not in self.sums:
+            self.sums[made.level] = torch.zeros(_METRICS, device=self.device)
+        if self.graphs:
+            self.graphs.run(made, self.sums[made.level])
+        else:
+            self.run(Inputs.of(made, self.device), self.sums[made.level])
         self.step += 1
         self.tokens += made.ids.size
-        return parts
+
+    def read(self) -> dict[int, list[float]]:
+        """The sums since the last call, per level seen; waits for the device."""
+        read = {level: t.tolist() for level, t in self.sums.items()}
+        for t in self.sums.values():
+            t.zero_()
+        return {level: t for level, t in read.items() if sum(t[1 : 3 * len(KINDS) : 3])}
 
     @torch.no_grad()
     def evaluate(self, held_out: list[Batch]) -> dict[str, Any]:
         rows = {}
         for made in held_out:
-            parts = self.losses(made)[1].tolist()
+            parts = self.losses(Inputs.of(made, self.device))[1].tolist()
             rows[f"level{made.level}"] = _summary(parts)
         return rows
 
@@ -124,16 +151,22 @@ class Trainer:
         named = dict(self.net.named_parameters())
         if {k[2:] for k in kept if k[0] == "p"} != set(named):
             raise SystemExit("the checkpoint is of a model of another shape")
-        self.optimizer.state.clear()
         with torch.no_grad():
             for n, p in named.items():
                 p.copy_(kept[f"p.{n}"])
-                if f"v.{n}" in kept:
+                if f"v.{n}" not in kept:
+                    continue
+                if p not in self.optimizer.state:
+                    step = torch.zeros((), device=self.rate.device if self.graphs else "cpu")
                     self.optimizer.state[p] = {
-                        "step": torch.tensor(1000.0, device=self.device if self.args.device == "cuda" else "cpu"),
+                        "step": step,
                         "exp_avg": torch.zeros_like(p),
-                        "exp_avg_sq": kept[f"v.{n}"].to(self.device, torch.float32),
+                        "exp_avg_sq": torch.zeros_like(p),
                     }
+                state = self.optimizer.state[p]  # in place: captured graphs know these tensors
+                state["step"].fill_(1000.0)
+                state["exp_avg"].zero_()
+                state["exp_avg_sq"].copy_(kept[f"v.{n}"])
         self.step, self.tokens, self.level = (int(where[k]) for k in ("step", "tokens", "level"))
         self.warm_from = self.level_step = self.step
 
@@ -148,7 +181,8 @@ def _summary(parts: list[float]) -> dict[str, Any]:
         if n:
             row[kind] = round(right / n, 4)
             row[f"{kind}_loss"] = round(loss / n, 4)
-    return row | {"text_loss": round(parts[-3], 4), "end_loss": round(parts[-2], 5)}
+    texts, ends, _, steps = parts[-4:]
+    return row | {"text_loss": round(texts / steps, 4), "end_loss": round(ends / steps, 5)}
 
 
 def write_resume(out: Path, kept: dict[str, Tensor], where: dict[str, int]) -> None:
@@ -214,19 +248,15 @@ def train(args: argparse.Namespace) -> None:
     log(event="start", parameters=sum(p.numel() for p in trainer.net.parameters()), torch=torch.__version__)
     good = (trainer.state(), trainer.where())
     stable = None
-    sums: dict[int, Tensor] = {}
     read_at, read_tokens, kept_at = time.monotonic(), trainer.tokens, time.monotonic()
     try:
         while (now := time.monotonic()) < end and trainer.step < args.steps:
             rate = min(1.0, max(0.0, end - now) / falling) if falling else 1.0
             if rate < 1.0 and stable is None:
                 stable = (trainer.state(), trainer.where())
-            made = stream.next()
-            parts = trainer.update(made, rate)
-            sums[made.level] = sums[made.level] + parts if made.level in sums else parts.clone()
+            trainer.update(stream.next(), rate)
             if trainer.step % _READ == 0:
-                read = {level: t.tolist() for level, t in sums.items()}
-                sums = {}
+                read = trainer.read()
                 if not all(x == x and abs(x) < 1e9 for t in read.values() for x in t):
                     trainer.scale /= 2
                     trainer.restore(*good)
@@ -236,7 +266,7 @@ def train(args: argparse.Namespace) -> None:
                 if trainer.step % (5 * _READ) == 0:
                     speed = (trainer.tokens - read_tokens) / (time.monotonic() - read_at)
                     read_at, read_tokens = time.monotonic(), trainer.tokens
-                    rows = {f"level{k}": _summary(_mean_tail(t, _READ)) for k, t in read.items()}
+                    rows = {f"level{k}": _summary(t) for k, t in read.items()}
                     log(tokens_per_second=round(speed), rate=round(rate, 3), train=rows)
             if time.monotonic() - kept_at > args.keep:
                 kept_at = time.monotonic()
@@ -250,10 +280,6 @@ def train(args: argparse.Namespace) -> None:
         log(event="end", held_out=trainer.evaluate(held_out), memory_gib=_memory())
     finally:
         stream.close()
-
-
-def _mean_tail(parts: list[float], n: int) -> list[float]:
-    return parts[:-3] + [x / n for x in parts[-3:]]
 
 
 def _memory() -> float | None:
@@ -298,6 +324,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--bf16", action=argparse.BooleanOptionalAction, default=True, help="autocast of the projections"
     )
+    parser.add_argument("--decays", default="0.3,0.0003", help="log decay per token of the first and last linear layer")
     parser.add_argument("--shape", default="{}", help="JSON, in place of entries of models.network.SHAPE")
     parser.add_argument("--data", type=Path, default=HERE, help="folder with the tokenizer and sentences")
     return parser.parse_args(argv)

@@ -64,3 +64,23 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     kl: tuple[float, ...] = ()
     agrees: tuple[bool, ...] = ()
     seconds: float = 0.0
+
+
+class Probe(msgspec.Struct, frozen=True, kw_only=True):
+    """How far one method is from full recompute inside the model, on one item. All are relative errors (L2 norms).
+
+    Attributes:
+        item, method: ids.
+        layers: what each layer mixes with, "linear" or "attention".
+        hidden: per layer, of its output at the tokens behind the last document.
+        kept: per layer, of what it holds after the last document: K (rotated) and V of documents, or a linear layer's state.
+        distance: of V (attention) or written values (linear) of the documents' tokens, by their place in their document:
+            0, 1, 2, ...; the mean over layers and documents.
+    """
+
+    item: str
+    method: str
+    layers: tuple[str, ...]
+    hidden: tuple[float, ...]
+    kept: tuple[float, ...]
+    distance: tuple[float, ...]

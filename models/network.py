@@ -47,6 +47,7 @@ _ROPE = dict(
     mrope_section=[6, 5, 5],
     mrope_interleaved=True,
 )
+_FORGET = 30.0  # log decay that leaves nothing of a state
 _VISION = dict(
     depth=1,
     hidden_size=32,
@@ -249,8 +250,9 @@ class Network(nn.Module):
         turns = torch.cat([turns, turns], dim=-1)
         return turns.cos(), turns.sin()
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Hidden states [B, T, d] after the final norm, of token ids [B, T]."""
+    def forward(self, ids: Tensor, restarts: Tensor | None = None) -> Tensor:
+        """Hidden states [B, T, d] after the final norm, of token ids [B, T]; linear states are 0 before tokens where
+        ``restarts`` [B, T] is 1."""
         x = self.hf.model.embed_tokens(ids)
         angles = self.angles(ids.shape[1])
         for layer in self.layers:
@@ -261,6 +263,8 @@ class Network(nn.Module):
             else:
                 m = layer.linear_attn
                 raw, z, g, beta = delta_raw(m, y)
+                if restarts is not None:
+                    g = g - _FORGET * restarts[..., None]
                 o, _ = gated_delta_rule(*delta_conv(m, raw), g, beta)
                 x = x + delta_out(m, o, z)
             x = x + mlp(layer, x)

@@ -20,10 +20,11 @@ _EAGER = 3  # steps before the capture: they create the optimizer's state and ch
 class Inputs(NamedTuple):
     """A batch on the device, in a size that depends on its level alone: ``kind`` and ``text_known`` are 0 where padded.
 
-    ids [n, tokens], answer_at, answer, kind [A], text_at, text [X] int64; text_known [X] float32.
+    ids [n, tokens], answer_at, answer, kind [A], text_at, text [X] int64; restarts [n, tokens], text_known [X] float32.
     """
 
     ids: Tensor
+    restarts: Tensor
     answer_at: Tensor
     answer: Tensor
     kind: Tensor
@@ -36,7 +37,8 @@ class Inputs(NamedTuple):
         n, tokens = made.ids.shape
         answers, texts = 2 * n * LEVELS[made.level].questions, n * tokens // TEXT_SHARE
         known = np.ones(len(made.text), dtype=np.float32)
-        arrays = [made.ids] + [_padded(x, answers) for x in (made.answer_at, made.answer, made.kind)]
+        arrays = [made.ids, made.restarts.astype(np.float32)]
+        arrays += [_padded(x, answers) for x in (made.answer_at, made.answer, made.kind)]
         arrays += [_padded(x, texts) for x in (made.text_at, made.text, known)]
         tensors = [torch.from_numpy(x) for x in arrays]
         tensors = [t if t.is_floating_point() else t.long() for t in tensors]

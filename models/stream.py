@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .task import END, LEVELS, TEXT, World, batch
+from .task import END, LEVELS, PADDING, STRAD, TEXT, UPD, World, batch
 
 TEXT_SHARE = 8
 """One in so many text tokens is trained on."""
@@ -18,10 +18,11 @@ TEXT_SHARE = 8
 
 class Batch(NamedTuple):
     """``ids`` [n, tokens] int32; flat places whose *next* token is trained on, with those tokens: answers with their
-    kinds (task.RECALL, UPD, STRAD, END), then text."""
+    kinds (task.RECALL, UPD, STRAD, END), then text. ``restarts`` [n, tokens] is True where linear states begin anew."""
 
     level: int
     ids: np.ndarray
+    restarts: np.ndarray
     answer_at: np.ndarray
     answer: np.ndarray
     kind: np.ndarray
@@ -29,24 +30,36 @@ class Batch(NamedTuple):
     text: np.ndarray
 
 
-def draw(world: World, level: int, n: int, seed: Any, **how: Any) -> Batch:
-    ids, marks, _ = batch(world, LEVELS[level], n, seed, **how)
+def draw(world: World, level: int, n: int, seed: Any, *, restarts: float = 0.0, **how: Any) -> Batch:
+    """``n`` sequences drawn from ``seed``.
+
+    In a share of ``restarts`` of them the linear layers' states begin anew at every document and behind the last, as they do
+    between the documents that one packs into a training sequence. What attention cannot know there (upd, strad) is not asked.
+    """
+    ids, marks, samples = batch(world, LEVELS[level], n, seed, **how)
+    rng = np.random.default_rng(zlib.crc32(repr(seed).encode()))
+    restart = np.zeros(ids.shape, dtype=bool)
+    for row in np.flatnonzero(rng.random(n) < restarts):
+        documents = samples[row].documents
+        restart[row, [start for start, _ in documents] + [documents[-1][1]]] = True
+        marks[row, (marks[row] == UPD) | (marks[row] == STRAD)] = PADDING
     flat, flat_marks = ids.ravel(), marks.ravel()
     nexts = np.arange(len(flat) - 1)
     nexts = nexts[(nexts + 1) % ids.shape[1] != 0]
     kind = flat_marks[nexts + 1]
     answer_at = nexts[(kind > TEXT) & (kind <= END)]
     text_at = nexts[kind == TEXT]
-    rng = np.random.default_rng(zlib.crc32(repr(seed).encode()))
     text_at = np.sort(rng.choice(text_at, len(text_at) // TEXT_SHARE, replace=False))
-    return Batch(level, ids, answer_at, flat[answer_at + 1], flat_marks[answer_at + 1], text_at, flat[text_at + 1])
+    return Batch(
+        level, ids, restart, answer_at, flat[answer_at + 1], flat_marks[answer_at + 1], text_at, flat[text_at + 1]
+    )
 
 
-def _work(directory: Path, requests: Any, results: Any) -> None:
+def _work(directory: Path, restarts: float, requests: Any, results: Any) -> None:
     world = World(directory)
     while (request := requests.get()) is not None:
         index, level, n, seed = request
-        results.put((index, draw(world, level, n, seed)))
+        results.put((index, draw(world, level, n, seed, restarts=restarts)))
 
 
 class Stream:
@@ -55,11 +68,13 @@ class Stream:
     Workers are forked at once: create it before the device is first used.
     """
 
-    def __init__(self, directory: Path, plan: Callable[[int], tuple[int, int, Any]], workers: int) -> None:
+    def __init__(
+        self, directory: Path, plan: Callable[[int], tuple[int, int, Any]], workers: int, restarts: float = 0.0
+    ) -> None:
         context = mp.get_context("fork")
         self._requests, self._results = context.Queue(), context.Queue()
         self._workers = [
-            context.Process(target=_work, args=(directory, self._requests, self._results), daemon=True)
+            context.Process(target=_work, args=(directory, restarts, self._requests, self._results), daemon=True)
             for _ in range(workers)
         ]
         for worker in self._workers:

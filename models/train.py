@@ -80,7 +80,7 @@ class Trainer:
         """The loss, and its parts: per kind sum of right answers, number, sum of losses; text loss, end loss, loss, 1."""
         n = len(inputs.answer)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.args.bf16):
-            hidden = self.net(inputs.ids).flatten(0, 1)
+            hidden = self.net(inputs.ids, inputs.restarts).flatten(0, 1)
             logits = self.net.logits(hidden[torch.cat([inputs.answer_at, inputs.text_at])])
         targets = torch.cat([inputs.answer, inputs.text])
         each = F.cross_entropy(logits.float(), targets, reduction="none")
@@ -229,7 +229,7 @@ def train(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     torch.set_float32_matmul_precision("high")
     torch.set_num_threads(args.threads)
-    stream = Stream(args.data, lambda index: trainer.plan(index), args.workers)
+    stream = Stream(args.data, lambda index: trainer.plan(index), args.workers, args.restarts)
     trainer = Trainer(args)
     if args.resume:
         trainer.restore(*read_resume(args.resume))
@@ -325,6 +325,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--bf16", action=argparse.BooleanOptionalAction, default=True, help="autocast of the projections"
     )
     parser.add_argument("--decays", default="0.3,0.0003", help="log decay per token of the first and last linear layer")
+    parser.add_argument("--restarts", type=float, default=0.3, help="share of sequences as models.stream.draw tells")
     parser.add_argument("--shape", default="{}", help="JSON, in place of entries of models.network.SHAPE")
     parser.add_argument("--data", type=Path, default=HERE, help="folder with the tokenizer and sentences")
     return parser.parse_args(argv)

@@ -9,6 +9,7 @@ from hypic.commands.demo import demo
 from hypic.commands.doctor import doctor
 from hypic.commands.selfcheck import selfcheck
 from hypic.commands.serve import PASS_FLAGS_ON, serve
+from hypic.commands.simulate import simulate
 
 app = typer.Typer(
     name="hypic",
@@ -23,6 +24,7 @@ app.command("selfcheck", context_settings=PASS_FLAGS_ON)(selfcheck)
 app.command("bench", context_settings=PASS_FLAGS_ON)(bench)
 app.command("demo", context_settings=PASS_FLAGS_ON)(demo)
 app.command("doctor", context_settings=PASS_FLAGS_ON)(doctor)
+app.command("simulate")(simulate)
 
 
 def main() -> None:

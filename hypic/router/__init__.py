@@ -1,0 +1,5 @@
+"""Segment parallelism: one endpoint over several workers that compile the segments of a cold prompt side by side.
+
+docs/ROUTER.md is the map: processes, sockets, messages, the life of a request, faults. Nothing in this package needs an
+engine, a device or torch; the engine's side of the exchange lives in :mod:`hypic.engine`.
+"""

@@ -1,0 +1,98 @@
+"""``python -m hypic.router.transport.measure``: ZeroMQ between two processes, plain ipc and TCP with CURVE: GB/s, round trip."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing as mp
+import os
+import platform
+import shutil
+import statistics
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from hypic.router.transport import Peer
+from hypic.router.transport.security import Curve, make_folder, make_keys
+from hypic.router.transport.zmq_blobs import CHUNK, WINDOW, ZmqTransport
+
+KEY, SMALL = bytes(24), bytes([1]) * 24
+SMALL_BYTES = 4096
+
+
+def _serve(pipe: Connection, address: str, curve: Curve | None, nbytes: int) -> None:
+    async def run() -> None:
+        transport = ZmqTransport(address, curve)
+        bound = await transport.start()
+        transport.offer(KEY, memoryview(bytearray(os.urandom(1 << 20) * (nbytes >> 20))))
+        transport.offer(SMALL, memoryview(bytes(SMALL_BYTES)))
+        pipe.send((bound, transport.public_key))
+        await asyncio.to_thread(pipe.recv)
+        await transport.close()
+
+    asyncio.run(run())
+
+
+async def _fetch(peer: Peer, folder: Path, curve: Curve | None, args: argparse.Namespace) -> tuple[list[float], float]:
+    address = "tcp://127.0.0.1:0" if curve else f"ipc://{folder}/sink"
+    transport = ZmqTransport(address, curve, chunk=args.chunk, window=args.window)
+    await transport.start()
+    into = memoryview(bytearray(args.mib << 20))
+    rates = []
+    for _ in range(args.reps + 1):
+        receipt = await transport.fetch(peer, KEY, into, timeout=120)
+        rates.append(receipt.nbytes / (receipt.waited + receipt.seconds) / 1e9)
+    small = memoryview(bytearray(SMALL_BYTES))
+    trips = [(await transport.fetch(peer, SMALL, small, timeout=10)).waited for _ in range(100)]
+    await transport.close()
+    return rates[1:], statistics.median(trips)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Each way: GB/s from the call to the last byte in place, and the time of a request for 4 KiB and its answer."""
+    out: dict[str, Any] = {}
+    for way in ("ipc", "tcp+curve"):
+        folder = make_folder()
+        try:
+            curves: list[Curve | None] = [None, None]
+            if way != "ipc":
+                keys, allowed = folder / "keys", folder / "allowed"
+                keys.mkdir()
+                allowed.mkdir()
+                secrets = []
+                for name in ("source", "sink"):
+                    public, secret = make_keys(keys, name)
+                    shutil.copy(public, allowed)
+                    secrets.append(secret)
+                curves = [Curve(s, allowed) for s in secrets]
+            address = f"ipc://{folder}/source" if way == "ipc" else "tcp://127.0.0.1:0"
+            ours, theirs = mp.get_context("spawn").Pipe()
+            child = mp.get_context("spawn").Process(target=_serve, args=(theirs, address, curves[0], args.mib << 20))
+            child.start()
+            bound, key = ours.recv()
+            rates, trip = asyncio.run(_fetch(Peer(bound, key), folder, curves[1], args))
+            ours.send(None)
+            child.join(10)
+            rate = {"median": statistics.median(rates), "min": min(rates), "max": max(rates), "n": len(rates)}
+            out[way] = {"gb_per_s": rate, "round_trip_ms": 1e3 * trip}
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m hypic.router.transport.measure", description=__doc__)
+    parser.add_argument("--mib", type=int, default=160, help="size of the blob (160: 2,048 tokens of Qwen3.5-35B-A3B)")
+    parser.add_argument("--reps", type=int, default=5)
+    parser.add_argument("--chunk", type=int, default=CHUNK)
+    parser.add_argument("--window", type=int, default=WINDOW)
+    args = parser.parse_args()
+    result = measure(args)
+    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
+    print(json.dumps({"zmq": result, "blob_mib": args.mib, "chunk": args.chunk, "window": args.window, **machine}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Blobs over ZeroMQ: one ROUTER that serves ours, one DEALER for each peer that we fetch from.
+
+Bounds, all enforced before memory is spent: MAXMSGSIZE closes the connection of whoever sends a longer frame; high-water
+marks bound what libzmq queues; credit bounds what a peer may have open; numbers of waiting requests are capped.
+"""
+
+from __future__ import annotations
+
+import zmq
+import zmq.asyncio
+
+from hypic.router import messages as m
+from hypic.router.transport import Peer, Receipt, Stats
+from hypic.router.transport.security import Curve, Gate
+from hypic.router.transport.zmq_client import ENVELOPE, BlobClient
+from hypic.router.transport.zmq_server import OPEN_CHUNKS, SEND_MARK, BlobServer
+
+CHUNK = 1 << 20
+WINDOW = 8
+"""Chunks asked for and not yet here, for each transfer."""
+RETRY_AFTER = 1.0
+"""Seconds without a chunk after which what is missing is asked for again."""
+
+
+class ZmqTransport:
+    """A :class:`hypic.router.transport.Transport` over ``ipc://`` or ``tcp://`` with CURVE.
+
+    Args:
+        address: what to bind; a TCP port 0 is chosen by the system.
+        curve: keys; needed for TCP.
+        chunk: bytes of a chunk.
+        window: chunks in flight for each fetch.
+        retry_after: seconds without progress before chunks are asked for again.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        curve: Curve | None = None,
+        *,
+        chunk: int = CHUNK,
+        window: int = WINDOW,
+        retry_after: float = RETRY_AFTER,
+    ):
+        self._address, self._curve = address, curve
+        self._fetching = chunk, window, retry_after
+        self.stats = Stats()
+
+    async def start(self) -> str:
+        """Raises InsecureError or zmq.ZMQError; then nothing is left open."""
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        try:
+            self._gate = Gate(self._context, self._curve)
+            for option, value in (
+                (zmq.LINGER, 0),
+                (zmq.ROUTER_MANDATORY, 1),
+                (zmq.MAXMSGSIZE, m.limit(m.ToSource) + ENVELOPE),
+                (zmq.SNDHWM, SEND_MARK),
+                (zmq.RCVHWM, OPEN_CHUNKS),
+            ):
+                self._socket.setsockopt(option, value)
+            self._gate.guard(self._socket, self._address)
+            self._socket.bind(self._address)
+        except BaseException:
+            self._socket.close()
+            if hasattr(self, "_gate"):
+                self._gate.close()
+            self._context.term()
+            raise
+        self.server = BlobServer(self._socket, self.stats)
+        self.client = BlobClient(self._context, self._gate, self.stats, *self._fetching)
+        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    @property
+    def public_key(self) -> bytes:
+        """What peers must know to connect over TCP."""
+        return self._gate.public_key
+
+    def expect(self, key: bytes) -> None:
+        self.server.expect(key)
+
+    def offer(self, key: bytes, blob: memoryview) -> None:
+        self.server.offer(key, blob)
+
+    async def withdraw(self, key: bytes, reason: str = "gone") -> None:
+        await self.server.withdraw(key, reason)
+
+    async def fetch(self, peer: Peer, key: bytes, into: memoryview, timeout: float) -> Receipt:
+        return await self.client.fetch(peer, key, into, timeout)
+
+    async def forget(self, peer: Peer) -> None:
+        """The peer is dead: what is fetched from it fails at once, and the connection is closed."""
+        await self.client.forget(peer)
+
+    async def close(self) -> None:
+        await self.client.close()
+        await self.server.close()
+        self._socket.close()
+        self._gate.close()
+        self._context.term()  # returns when libzmq has let go of every frame

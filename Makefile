@@ -23,7 +23,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt Makefile
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PIP) $(TORCH_INDEX:%=--extra-index-url %) torch
-	$(PIP) --editable '.[cpu,dev,plot]'
+	$(PIP) --editable '.[cpu,dev,eval,plot]'
 	$(PIP) $(TORCH_INDEX:%=--extra-index-url %) --no-deps torchvision sglang xgrammar compressed-tensors triton
 	$(PY) -c 'from hypic.platform_cpu.torchvision_shim import main; main()'
 	$(PY) -m pip --disable-pip-version-check install --no-warn-conflicts --upgrade --target $(VENV)/openai openai

@@ -58,7 +58,14 @@ def load_weights(path: Path) -> Network:
 
 @torch.no_grad()
 def examine(
-    net: Network, world: World, level: int, seed: int, sequences: int, rows: int, methods: list[str]
+    net: Network,
+    world: World,
+    level: int,
+    seed: int,
+    sequences: int,
+    rows: int,
+    methods: list[str],
+    close: bool = True,
 ) -> dict[str, Any]:
     """Right answers and KL of every method on ``sequences`` held-out sequences, ``rows`` at a time."""
     device = net.hf.lm_head.weight.device
@@ -74,6 +81,7 @@ def examine(
                 random.Random(f"gates {seed} {first} {i}"),
                 shape=random.Random(f"shape {seed} {first}"),
                 full=True,
+                close=close,
             )
             for i in range(n)
         ]
@@ -135,15 +143,19 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--data", type=Path, default=HERE)
+    parser.add_argument(
+        "--close", action=argparse.BooleanOptionalAction, default=True, help="updates in neighbouring documents"
+    )
     args = parser.parse_args()
     torch.set_float32_matmul_precision("highest")
     net = load_weights(args.weights).to(args.device)
     world = World(args.data, held_out=True)
     methods = ["full", *(m for m in args.methods if m != "full")]
-    result: dict[str, Any] = {"level": LEVELS[args.level]._asdict(), "sequences": args.sequences, "seeds": []}
+    result: dict[str, Any] = {"level": LEVELS[args.level]._asdict(), "close": args.close, "sequences": args.sequences}
+    result["seeds"] = []
     for seed in range(args.seeds):
         begin = time.monotonic()
-        table = examine(net, world, args.level, seed, args.sequences, args.rows, methods)
+        table = examine(net, world, args.level, seed, args.sequences, args.rows, methods, args.close)
         gates = judge(table) if set(methods) == set(METHODS) else {}
         result["seeds"].append({"seed": seed, "methods": table, "gates": gates})
         args.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -131,7 +131,7 @@ def save(model: Any, directory: Path, tokenizer: Path) -> None:
     )
     whole.to(torch.bfloat16).save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        if directory != tokenizer:
+        if directory.resolve() != tokenizer.resolve():
             shutil.copy(tokenizer / name, directory / name)
     _write_image_processors(directory)
 

@@ -128,12 +128,15 @@ def make(
     *,
     shape: random.Random | None = None,
     full: bool = False,
+    close: bool = False,
 ) -> Sample:
     """A sequence of ``level``.
 
     Args:
         shape: draws what boundaries depend on; give equal generators to get samples whose documents stand alike.
         full: as many facts as the level allows, instead of anything from a third of them.
+        close: a changing fact is stated anew within the next two documents, not anywhere behind. Far apart, positions alone
+            tell attention which statement is the last; close by, the state is needed, which keeps their order.
     """
     shape = shape or rng
     share = 1.0 if full else shape.uniform(0.33, 1.0)
@@ -161,7 +164,14 @@ def make(
         known[0].append((*key, value))
         per_doc[i] += 1
     for _ in range(n_changing):
-        where = sorted(shape.randrange(level.documents) for _ in range(shape.choice((1, 2, 2, 2, 3))))
+        times = shape.choice((1, 2, 2, 2, 3))
+        if close:
+            where = [shape.randrange(level.documents)]
+            for _ in range(times - 1):
+                where.append(where[-1] + shape.choice((1, 1, 2)))
+            where = [i for i in where if i < level.documents]
+        else:
+            where = sorted(shape.randrange(level.documents) for _ in range(times))
         key = new_key(world.changing)
         values = rng.sample(any_value, len(where))
         for i, value in zip(where, values, strict=True):

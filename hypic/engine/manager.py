@@ -221,7 +221,10 @@ class LinkManager:
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
         ids = array("q", mark_interiors(req.origin_input_ids, link.interiors()).tobytes())
-        key = RadixKey(token_ids=ids, extra_key=req.extra_key, limit=len(ids) - 1)
+        limit = len(ids) - 1
+        if req.return_logprob and req.logprob_start_len >= 0:  # SGLang's own match goes no further
+            limit = min(limit, req.logprob_start_len)
+        key = RadixKey(token_ids=ids, extra_key=req.extra_key, limit=limit)
         return len(self.scheduler.tree_cache.match_prefix(MatchPrefixParams(key=key)).device_indices)
 
     # ------------------------------------------------------------------ compile requests

@@ -182,6 +182,10 @@ def test_a_short_request_stays_on_one_worker_and_a_long_one_does_not() -> None:
     assert not scattered(4000), "one segment is not cut"
     assert not scattered(100, 100, 100)
     assert scattered(1000, 1000, 1000, 1000)
+    wide = Costs(tokens_per_s=1000, forward_tokens=10_000, transfer_gb_s=1000, artifact_bytes=1)
+    for tokens, worth_it in (((1000, 40), False), ((1000, 80), True)):  # 3.8% saved, 7.4% saved
+        pair = [Segment(key(i), n, 1) for i, n in enumerate(tokens)]
+        assert place(cluster(2, wide), pair).scattered is worth_it
     slow = Costs(tokens_per_s=1000, forward_tokens=1000, transfer_gb_s=0.01, artifact_bytes=10**9)
     prompt = [Segment(key(i), 1000, slow.artifact_nbytes(1000)) for i in range(8)]
     assert not place(cluster(4, slow), prompt).scattered, "100 s for each artifact"

@@ -55,6 +55,8 @@ class ZmqTransport:
             for option, value in (
                 (zmq.LINGER, 0),
                 (zmq.ROUTER_MANDATORY, 1),
+                (zmq.HEARTBEAT_IVL, 1000),  # a peer that hangs would hold on to what was sent to it
+                (zmq.HEARTBEAT_TIMEOUT, 5000),
                 (zmq.MAXMSGSIZE, m.limit(m.ToSource) + ENVELOPE),
                 (zmq.SNDHWM, SEND_MARK),
                 (zmq.RCVHWM, OPEN_CHUNKS),

@@ -1,0 +1,104 @@
+"""The router's control socket: frames in, the coordinator's decisions out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterable
+
+import zmq
+import zmq.asyncio
+
+from hypic.router import messages as m
+from hypic.router.actions import Action, Broken, Forward, Send
+from hypic.router.coordinator import Coordinator
+from hypic.router.transport.security import Curve, Gate
+
+_ENVELOPE = 256
+_QUEUE = 1024
+"""Frames that libzmq may hold for each worker, each way. What does not fit is lost, which every message survives."""
+
+
+class ControlSocket:
+    """A ROUTER that workers connect to.
+
+    Args:
+        coordinator: decides.
+        address: what to bind: ``ipc://`` in a folder of ours, or ``tcp://`` with `curve`.
+        act: called with each Forward and Broken, from the event loop; must not block.
+        curve: keys; needed for TCP.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        address: str,
+        act: Callable[[Forward | Broken], None],
+        curve: Curve | None = None,
+    ):
+        self.coordinator, self._address, self._act, self._curve = coordinator, address, act, curve
+        self.inbox = m.Inbox(m.ToRouter, "router")
+        self.unsent = 0
+        """Messages for workers that are gone or do not read."""
+
+    async def start(self) -> str:
+        """Raises InsecureError or zmq.ZMQError; then nothing is left open."""
+        self._context = zmq.asyncio.Context()
+        self._gate: Gate | None = None
+        self._socket = self._context.socket(zmq.ROUTER)
+        try:
+            self._gate = Gate(self._context, self._curve)
+            for option, value in (
+                (zmq.LINGER, 0),
+                (zmq.ROUTER_MANDATORY, 1),
+                (zmq.MAXMSGSIZE, m.limit(m.ToRouter) + _ENVELOPE),
+                (zmq.SNDHWM, _QUEUE),
+                (zmq.RCVHWM, _QUEUE),
+            ):
+                self._socket.setsockopt(option, value)
+            self._gate.guard(self._socket, self._address)
+            self._socket.bind(self._address)
+        except BaseException:
+            self._end()
+            raise
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._tick())]
+        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._end()
+
+    def carry_out(self, actions: Iterable[Action]) -> None:
+        """Send what is to be sent, hand the rest to the front."""
+        for action in actions:
+            if not isinstance(action, Send):
+                self._act(action)
+                continue
+            future = self._socket.send_multipart([action.peer, m.encode(action.message)], zmq.NOBLOCK)
+            try:
+                future.result()  # type: ignore[attr-defined]  # done: NOBLOCK
+            except zmq.ZMQError:
+                self.unsent += 1
+
+    async def _receive(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            if len(frames) != 2:
+                self.inbox.reject("frames")
+            elif (message := self.inbox.read(frames[1])) is not None:
+                self.carry_out(self.coordinator.receive(frames[0], message, time.monotonic()))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(self.coordinator.settings.heartbeat / 4)
+            self.carry_out(self.coordinator.tick(time.monotonic()))
+
+    def _end(self) -> None:
+        self._socket.close()
+        if self._gate is not None:
+            with contextlib.suppress(zmq.ZMQError):
+                self._gate.close()
+        self._context.term()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -23,8 +25,9 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def run(name: str, plan: Plan, argv: list[str]) -> EngineRun:
-    """Start the engine of `argv`, time the plan; a line of progress per case."""
+@contextmanager
+def launched(argv: list[str]) -> Iterator[tuple[Any, dict[str, Any], float]]:
+    """A running engine with the flags `argv`, what SGLang made of them (SETTINGS), and the seconds it took to start."""
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -40,7 +43,14 @@ def run(name: str, plan: Plan, argv: list[str]) -> EngineRun:
     engine = Engine(server_args=server_args)
     try:
         ready = time.perf_counter() - began
-        settings = {k: getattr(engine.server_args, k) for k in SETTINGS if hasattr(engine.server_args, k)}
+        yield engine, {k: getattr(engine.server_args, k) for k in SETTINGS if hasattr(engine.server_args, k)}, ready
+    finally:
+        engine.shutdown()
+
+
+def run(name: str, plan: Plan, argv: list[str]) -> EngineRun:
+    """Start the engine of `argv`, time the plan; a line of progress per case."""
+    with launched(argv) as (engine, settings, ready):
         client, timings = Client(engine, name == "hypic"), []
         for suite in plan.suites:
             for timing in SUITES[suite](client, plan):
@@ -49,8 +59,6 @@ def run(name: str, plan: Plan, argv: list[str]) -> EngineRun:
                     f"{name} {suite} {timing.case}: {timing.median:.1f} {timing.unit} {timing.cached[-1:]}", flush=True
                 )
                 timings.append(timing)
-    finally:
-        engine.shutdown()
     return EngineRun(name=name, flags=argv, settings=settings, start_seconds=ready, timings=timings)
 
 

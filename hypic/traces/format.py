@@ -1,4 +1,4 @@
-"""One request of a trace, as a line of JSON: Mooncake's fields, and the spans that its prompt is made of. See traces/README.md."""
+"""One request of a trace, a line of JSON: Mooncake's fields, and the spans that its prompt is made of (traces/README.md)."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import warnings
 from collections.abc import Callable, Iterator
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -65,7 +65,7 @@ def read_azure(path: Path) -> Iterator[TraceRequest]:
 
     def parse(row: dict[str, str]) -> TraceRequest:
         at = datetime.fromisoformat(row["TIMESTAMP"])  # takes 100 ns ticks, keeps microseconds
-        at = at if at.tzinfo else at.replace(tzinfo=timezone.utc)
+        at = at if at.tzinfo else at.replace(tzinfo=UTC)
         return TraceRequest(at.timestamp() * 1e3, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
 
     return _read_csv(path, AZURE, parse)

@@ -1,0 +1,79 @@
+"""One engine in a process of its own: does a Plan, prints lines of progress and, after every run, an EngineReplay."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from hypic.bench.child import launched
+from hypic.traces.format import read_native
+from hypic.traces.prompts import PromptMaker
+from hypic.traces.result import EngineReplay, Plan
+from hypic.traces.session import Session
+from hypic.traces.targets import EngineTarget
+
+RESULT = "hypic-replay-result "
+PROGRESS = "hypic-replay-progress "
+"""What such lines begin with; SGLang prints too."""
+TICK_EVERY = 0.5
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What a child is told.
+
+    Attributes:
+        name: of the engine. requests: a file of those of the trace that are used.
+        deadline: `time.time()` at which all ends. out: folder for outcomes, or None.
+    """
+
+    name: str
+    requests: str
+    plan: Plan
+    deadline: float | None
+    out: str | None
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """`done` of `total` requests of what is going on."""
+
+    what: str
+    done: int
+    total: int
+
+
+def run(order: Order, argv: list[str]) -> None:
+    requests = list(read_native(Path(order.requests)))
+    result = EngineReplay(name=order.name, flags=argv, settings={})
+    last = 0.0
+
+    def tick(what: str, done: int, total: int) -> None:
+        nonlocal last
+        if done in (0, total) or time.monotonic() - last > TICK_EVERY:
+            last = time.monotonic()
+            print(PROGRESS + msgspec.json.encode(Progress(what, done, total)).decode(), flush=True)
+
+    with launched(argv) as (engine, result.settings, result.start_seconds):
+        left = float("inf") if order.deadline is None else order.deadline - time.time()
+        manager = engine.tokenizer_manager
+        maker = PromptMaker(manager.model_config.vocab_size, order.plan.seed, manager.tokenizer)
+        session = Session(
+            EngineTarget(engine, order.name == "hypic"),
+            maker,
+            requests,
+            order.plan,
+            result,
+            keeps=order.name != "none",
+            deadline=time.perf_counter() + left,
+            say=lambda line: print(line, flush=True),
+            tick=tick,
+            keep=lambda found: print(RESULT + msgspec.json.encode(found, enc_hook=str).decode(), flush=True),
+            out=Path(order.out) if order.out else None,
+        )
+        engine.loop.run_until_complete(session.run())
+
+
+if __name__ == "__main__":
+    run(msgspec.json.decode(sys.argv[1], type=Order), sys.argv[2:])

@@ -14,7 +14,7 @@ PIP := $(PY) -m pip --disable-pip-version-check install --constraint constraints
 STAMP := $(VENV)/.hypic-setup
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup test lint format demo freeze clean
+.PHONY: setup test lint format demo eval freeze clean
 
 setup: $(STAMP)
 
@@ -47,6 +47,10 @@ format: setup
 
 demo: setup
 	$(PY) -m hypic.demo
+
+# A sample of the method table on the trained model; fails if a gate of models/almanac is missed.
+eval: setup
+	$(PY) -m hypic eval models/almanac --data almanac --n 120 --seeds 0 --gates almanac --out build/eval
 
 freeze:
 	@{ sed '/^[^#]/,$$d' constraints.txt; $(PY) -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } > constraints.new

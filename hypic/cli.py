@@ -7,6 +7,8 @@ import typer
 from hypic.commands.bench import bench
 from hypic.commands.demo import demo
 from hypic.commands.doctor import doctor
+from hypic.commands.eval import evaluate, list_methods
+from hypic.commands.replay import replay
 from hypic.commands.selfcheck import selfcheck
 from hypic.commands.serve import PASS_FLAGS_ON, serve
 from hypic.commands.simulate import simulate
@@ -22,6 +24,9 @@ app = typer.Typer(
 app.command("serve", context_settings=PASS_FLAGS_ON)(serve)
 app.command("selfcheck", context_settings=PASS_FLAGS_ON)(selfcheck)
 app.command("bench", context_settings=PASS_FLAGS_ON)(bench)
+app.command("replay", context_settings=PASS_FLAGS_ON)(replay)
+app.command("eval", context_settings=PASS_FLAGS_ON)(evaluate)
+app.command("methods")(list_methods)
 app.command("demo", context_settings=PASS_FLAGS_ON)(demo)
 app.command("doctor", context_settings=PASS_FLAGS_ON)(doctor)
 app.command("simulate")(simulate)

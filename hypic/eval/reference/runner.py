@@ -88,7 +88,7 @@ class Reference:
         tail = list(prompt.ids[head.tokens :])
         if not forced:
             rows, states = self._extend(head.states, head.tokens, tail)
-            ids, own, text = self._greedy([], rows[-1:], states, len(prompt.ids), max_new, stop)
+            ids, own, text = self._greedy([], rows[-1:], lambda: states, len(prompt.ids), max_new, stop)
             return Answer(ids, text, own, reused)
         rows, _ = self._extend(head.states, head.tokens, tail + list(forced[:-1]))
         rows = rows[len(tail) - 1 :]
@@ -97,8 +97,14 @@ class Reference:
         if agreed == len(forced):
             return Answer(tuple(forced), self._finished(forced, stop)[0], rows, reused)
         taken = list(forced[: int(agreed)])
-        own_rows, states = self._extend(head.states, head.tokens, tail + taken)
-        ids, _, text = self._greedy(taken, own_rows[-1:], states, len(prompt.ids) + len(taken), max_new, stop)
+        ids, _, text = self._greedy(
+            taken,
+            rows[len(taken) :][:1],
+            lambda: self._extend(head.states, head.tokens, tail + taken)[1],
+            len(prompt.ids) + len(taken),
+            max_new,
+            stop,
+        )
         return Answer(ids, text, rows, reused)
 
     @torch.inference_mode()
@@ -187,17 +193,28 @@ class Reference:
         return self.model.logprobs(x), after
 
     def _greedy(
-        self, taken: Sequence[int], row: Tensor, states: list[Any], position: int, limit: int, stop: Sequence[str]
+        self,
+        taken: Sequence[int],
+        row: Tensor,
+        states: Callable[[], list[Any]],
+        position: int,
+        limit: int,
+        stop: Sequence[str],
     ) -> tuple[tuple[int, ...], Tensor, str]:
-        """Go on behind ``taken``: all tokens, what the new ones were chosen from, and the text."""
+        """Go on behind ``taken`` with a token from ``row``; ``states`` gives those before it, at ``position``, if more follow.
+
+        Returns:
+            all tokens, what the new ones were chosen from, and the text.
+        """
         ids, rows = list(taken), []
+        now: list[Any] | None = None
         while True:
             rows.append(row)
             ids.append(int(row.argmax()))
             text, done = self._finished(ids, stop)
             if done or len(ids) >= limit:
                 return tuple(ids), torch.cat(rows), text
-            row, states = self._extend(states, position, ids[-1:])
+            row, now = self._extend(states() if now is None else now, position, ids[-1:])
             position += 1
 
     def _finished(self, ids: Sequence[int], stop: Sequence[str]) -> tuple[str, bool]:

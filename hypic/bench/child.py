@@ -52,7 +52,7 @@ def run(name: str, plan: Plan, argv: list[str]) -> EngineRun:
     """Start the engine of `argv`, time the plan; a line of progress per case."""
     with launched(argv) as (engine, settings, ready):
         client, timings = Client(engine, name == "hypic"), []
-        for suite in plan.suites:
+        for suite in (s for s in plan.suites if s in SUITES):
             for timing in SUITES[suite](client, plan):
                 require_warm(timing, plan)
                 print(

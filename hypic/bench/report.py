@@ -9,6 +9,7 @@ import numpy as np
 from rich.table import Table
 
 from hypic.bench.result import BenchResult, EngineRun, Timing
+from hypic.bench.suites import KERNELS
 
 FIT_TERMS = ("fixed", "per segment", "per computed token", "per cached token", "per attended pair")
 
@@ -39,13 +40,27 @@ def fit(points: Sequence[Timing]) -> dict[str, float] | None:
 def tables(result: BenchResult) -> Iterator[Table]:
     """One table per suite, and one of the fit."""
     for suite in dict.fromkeys(t.suite for e in result.engines for t in e.timings):
-        yield _suite_table(suite, result)
+        yield _kernels_table(result) if suite == KERNELS else _suite_table(suite, result)
     if result.fit:
         table = Table(title="TTFT of a warm link in ms, fitted to the points of the scale suite")
         for name in result.fit:
             table.add_column(name, justify="right")
         table.add_row(*(f"{100 * v:.0f}%" if k == "worst" else f"{v:.3g}" for k, v in result.fit.items()))
         yield table
+
+
+def _kernels_table(result: BenchResult) -> Table:
+    work = result.workload
+    table = Table(title=f"kernels, n = {work['reps']}: {work['segments']} segments of {work['segment_tokens']} tokens")
+    for column in ("case", "median ms", "min", "max", "layers", "GB/s"):
+        table.add_column(column, justify="left" if column == "case" else "right")
+    for t in (t for e in result.engines for t in e.timings if t.suite == KERNELS):
+        rate = f"{t.shape['bytes'] / t.median / 1e6:,.0f}" if "bytes" in t.shape else ""
+        numbers = [f"{x:.4f}" for x in (t.median, min(t.values), max(t.values))]
+        table.add_row(t.case, *numbers, str(t.shape.get("layers", "")), rate)
+    if result.artifact_share is not None:
+        table.caption = f"building and capturing artifacts: {result.artifact_share:.1%} of hypic's cold TTFT"
+    return table
 
 
 def _suite_table(suite: str, result: BenchResult) -> Table:
@@ -85,6 +100,8 @@ def plot(result: BenchResult, path: Path) -> bool:
     suites = [
         s for s in ("ttft", "concurrency", "scale") if any(t.suite == s for e in result.engines for t in e.timings)
     ]
+    if not suites:
+        return True
     figure, axes = pyplot.subplots(1, len(suites), figsize=(6 * len(suites), 4.5), squeeze=False, layout="constrained")
     for axis, suite in zip(axes[0], suites, strict=True):
         axis.set_title(suite)

@@ -55,6 +55,7 @@ class BenchResult(msgspec.Struct, kw_only=True):
         workload: of the ttft and concurrency suites; the seed of all. seam_window: of the hypic engine.
         selfcheck: entries of `hypic selfcheck --json` under the same flags; empty if it was not run.
         fit: coefficients of the scale suite (`hypic.bench.report.fit`), or None.
+        artifact_share: what building and capturing artifacts takes, by the kernels suite, of hypic's cold TTFT.
     """
 
     command: list[str]
@@ -65,3 +66,4 @@ class BenchResult(msgspec.Struct, kw_only=True):
     selfcheck: dict[str, Any]
     engines: list[EngineRun]
     fit: dict[str, float] | None = None
+    artifact_share: float | None = None

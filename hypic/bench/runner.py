@@ -16,9 +16,10 @@ from typing import Any
 import msgspec
 
 from hypic.bench.child import RESULT
+from hypic.bench.kernels import compile_milliseconds
 from hypic.bench.report import fit
 from hypic.bench.result import BenchResult, EngineRun
-from hypic.bench.suites import Plan
+from hypic.bench.suites import KERNELS, Plan
 from hypic.commands.serve import flag_value
 from hypic.config import HypicConfig
 from hypic.platform_cpu import CPU_MODE
@@ -78,19 +79,31 @@ def run_bench(
         selfcheck=checks,
         engines=[],
     )
+    if KERNELS in plan.suites:
+        say(f"kernels: {shlex.join(argv)}")
+        command = ["hypic.bench.kernels", msgspec.json.encode(plan).decode(), msgspec.json.encode(config).decode()]
+        result.engines.append(_child("kernels", [*command, *argv], ours | {"HYPIC_ENABLED": "0"}, say))
+        keep(result)
+    if set(plan.suites) == {KERNELS}:
+        todo = []
     for name, flags, env in todo:
-        result.engines.append(_engine(name, plan, flags, env, say))
-        result.fit = fit([t for r in result.engines for t in r.timings if t.suite == "scale"])
+        say(f"{name}: starting {shlex.join(flags)}")
+        role = "hypic" if name == "hypic" else "stock"
+        command = ["hypic.bench.child", role, msgspec.json.encode(plan).decode()]
+        result.engines.append(_child(name, [*command, *flags], env, say))
+        timings = [t for r in result.engines for t in r.timings]
+        result.fit = fit([t for t in timings if t.suite == "scale"])
+        if name == "hypic" and (spent := compile_milliseconds(timings, plan.workload)) is not None:
+            cold = [t.median for t in result.engines[-1].timings if (t.suite, t.case) == ("ttft", "cold")]
+            result.artifact_share = spent / cold[0] if cold else None
         keep(result)
     return result
 
 
-def _engine(name: str, plan: Plan, argv: list[str], env: Mapping[str, str], say: Callable[[str], None]) -> EngineRun:
-    say(f"{name}: starting {shlex.join(argv)}")
-    role = "hypic" if name == "hypic" else "stock"
-    command = [sys.executable, "-m", "hypic.bench.child", role, msgspec.json.encode(plan).decode(), *argv]
+def _child(name: str, module: list[str], env: Mapping[str, str], say: Callable[[str], None]) -> EngineRun:
+    """Run a module with its arguments, pass its lines on, and take the result out of them."""
     found = None
-    with subprocess.Popen(command, env=dict(env), stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen([sys.executable, "-m", *module], env=dict(env), stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         for line in child.stdout:
             if line.startswith(RESULT):
@@ -98,9 +111,7 @@ def _engine(name: str, plan: Plan, argv: list[str], env: Mapping[str, str], say:
             else:
                 say(line.rstrip())
     if found is None:
-        raise BenchError(
-            f"the engine {name!r} ended with exit code {child.returncode} and without a result; see its log above"
-        )
+        raise BenchError(f"{name!r} ended with exit code {child.returncode} and without a result; see its log above")
     return msgspec.structs.replace(found, name=name)
 
 

@@ -7,6 +7,7 @@ ttft         cold: a prompt never seen. prefix hit: the same documents in the sa
              at once, prompt and answer tokens per second.
 concurrency  warm (stock: prefix hit) requests sent at once: the worst TTFT of each round.
 scale        warm TTFT over numbers and lengths of segments (hypic only).
+kernels      hypic's kernels at the model's shape, without an engine (``hypic.bench.kernels``).
 """
 
 from __future__ import annotations
@@ -148,6 +149,9 @@ SUITES: dict[str, Callable[[Client, Plan], Iterator[Timing]]] = {
     "concurrency": concurrency,
     "scale": scale,
 }
+
+
+KERNELS = "kernels"
 
 
 class NotWarm(RuntimeError):

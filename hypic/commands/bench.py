@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from hypic.bench.result import BenchResult
-from hypic.bench.suites import MAX_SCALE_TOKENS, SUITES, TOGETHER, Plan
+from hypic.bench.suites import KERNELS, MAX_SCALE_TOKENS, SUITES, TOGETHER, Plan
 from hypic.bench.workload import Workload
 from hypic.commands.flags import setting, take_hypic_flags
 from hypic.commands.serve import ServeError, flag_value, sglang_argv, wants_cpu
@@ -24,7 +24,7 @@ TABLE_WIDTH = 110
 
 def bench(
     args: Annotated[list[str], typer.Argument(metavar="MODEL [SGLANG FLAGS]", help="A model, then SGLang's flags.")],
-    suites: Annotated[str, typer.Option(help=f"Which of {', '.join(SUITES)}.")] = "ttft",
+    suites: Annotated[str, typer.Option(help=f"Which of {', '.join(SUITES)}, {KERNELS}.")] = "ttft",
     segments: Annotated[int, typer.Option(min=1, help="Segments in a prompt.")] = 16,
     segment_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a segment.")] = 2048,
     system: Annotated[int, typer.Option(min=0, help="Tokens in front of the segments.")] = 32,
@@ -49,6 +49,7 @@ def bench(
 
     ttft: cold, prefix hit, warm, next turn; ordinary requests, decoding, throughput. concurrency: warm requests at once. scale:
     warm links over numbers and lengths of segments (up to 262,144 tokens in all), with a fit of what the time is made of.
+    kernels: hypic's own kernels alone, and their share of a cold TTFT.
 
     Times are TTFT from generate(input_ids) to the first token. First hypic's self-check runs on a tiny model under the
     same flags; if it fails, nothing is timed. `--load-format dummy` measures a shape without its weights.
@@ -57,7 +58,7 @@ def bench(
     from hypic.bench.runner import BenchError, run_bench
 
     console = Console(stderr=True)
-    names, wanted = _names("--engines", engines, ("stock", "hypic")), _names("--suites", suites, tuple(SUITES))
+    names, wanted = _names("--engines", engines, ("stock", "hypic")), _names("--suites", suites, (*SUITES, KERNELS))
     numbers = {"--counts": counts, "--lengths": lengths, "--together": together}
     many, long, at_once = (_numbers(flag, text) for flag, text in numbers.items())
     try:

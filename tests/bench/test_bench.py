@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from hypic.artifact.layout import ArtifactLayout, FullShape, LinearShape
+from hypic.bench.kernels import Bench, compile_milliseconds
 from hypic.bench.report import FIT_TERMS, fit, plot, tables
 from hypic.bench.result import BenchResult, EngineRun, Timing
 from hypic.bench.runner import kept_flags, tiny_kind
@@ -115,7 +118,7 @@ def test_a_model_that_is_not_there_and_an_unknown_flag_end_at_once(tmp_path: Pat
 
 
 def test_for_real(tiny_model: Any, tmp_path: Path) -> None:
-    options = "--engines hypic --suites ttft,concurrency --segments 2 --segment-tokens 80 --system 3 --query 5 --reps 1"
+    options = "--engines hypic --suites kernels,ttft,concurrency --segments 2 --segment-tokens 80 --system 3 --query 5 --reps 1"
     command = [
         "bench",
         str(tiny_model("llama")),
@@ -129,7 +132,10 @@ def test_for_real(tiny_model: Any, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "bench.json").read_text())
-    (engine,) = result["engines"]
+    kernels, engine = result["engines"]
+    spent = [t for t in kernels["timings"] if t["case"].startswith("compile: ")]
+    (cold,) = next(t["values"] for t in engine["timings"] if t["case"] == "cold")
+    assert result["artifact_share"] == pytest.approx(sum(t["values"][0] for t in spent) / cold)
     cases = {t["case"]: t for t in engine["timings"]}
     assert list(cases) == ["cold", "warm", "turn", "ordinary", "decode", "throughput", "warm, 2 at once"]
     assert all(len(t["values"]) == 1 and t["values"][0] > 0 for t in cases.values())
@@ -137,6 +143,24 @@ def test_for_real(tiny_model: Any, tmp_path: Path) -> None:
     assert 2 * 72 <= cases["warm"]["cached"][0] <= 2 * 72 + 3
     assert result["selfcheck"] == {} and "the self-check was not run" in " ".join(done.output.split())
     assert result["versions"]["sglang"] and engine["settings"]["dtype"]
+
+
+def test_kernels_of_a_linear_layer_are_timed_and_add_up() -> None:
+    linear = LinearShape((0, 1, 2), heads=4, d_k=16, d_v=24, conv_channels=160, conv_width=3, conv_dtype="float32")
+    full = FullShape((3,), heads=1, d_k=32, d_v=32, dtype="float32")
+    work = Workload(system=3, segments=3, segment_tokens=70, query=4, reps=2)
+    plan = Plan(("kernels",), work, 8)
+    timings = list(Bench(ArtifactLayout(linear, full), 2, torch.float32, plan, "cpu").cases())
+    by_case = {t.case: t for t in timings}
+    assert len(by_case) == 7 and all(len(t.values) == 2 and min(t.values) > 0 for t in timings)
+    chain = by_case["link: chain, one layer"]
+    assert chain.shape["tokens"] == work.seams(8)
+    assert chain.shape["bytes"] == 3 * 4 * (16 * 16 + 16 * 24) * 4, "T and S of three segments"
+    at_once = by_case["compile: T and S, one layer"].shape["segments"]
+    layered = [by_case["compile: k, v and gates, one layer"], by_case["compile: T and S, one layer"]]
+    expected = sum(t.median * 3 * 3 / at_once for t in layered)
+    expected += by_case["compile: capture interiors, all layers"].median
+    assert compile_milliseconds(timings, work) == pytest.approx(expected)
 
 
 def test_what_came_back_is_shown(tmp_path: Path) -> None:

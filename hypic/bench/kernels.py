@@ -1,0 +1,299 @@
+"""hypic's own kernels at a model's shape, on random tensors and without an engine.
+
+    python -m hypic.bench.kernels PLAN CONFIG FLAGS       prints an EngineRun, like hypic.bench.child
+
+Cases say what they cover: one layer, or all layers in one launch. Where a kernel is bound by memory, ``shape["bytes"]`` is
+what it must move at least once, to be held against the "copy" case of the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from hypic.artifact.arena import align
+from hypic.artifact.layout import ArtifactLayout, LinearShape
+from hypic.bench.result import EngineRun, Timing
+from hypic.bench.suites import Plan
+from hypic.bench.workload import Workload
+from hypic.config import HypicConfig
+from hypic.kernels.gdn_chain import ChainItem, ChainPlan, chain_scratch, gdn_chain
+from hypic.kernels.gdn_inputs import InputsPlan, gdn_inputs
+from hypic.kernels.gdn_transition import TransitionPlan, gdn_transition, transition_scratch
+from hypic.kernels.relocate import InteriorPlan, capture_interiors, relocate_interiors
+from hypic.kernels.seam_attention import SeamPlan, seam_attention
+from hypic.kernels.seam_plan import SeamShape
+
+COMPILE_TOKENS = 8192
+"""Of one forward pass: SGLang's chunk on a GPU."""
+_COPY_BYTES = 1 << 30
+_FLUSH_BYTES = 256 << 20
+
+
+class Bench:
+    """Tensors of one layer of the model, shared by the cases."""
+
+    def __init__(self, layout: ArtifactLayout, q_heads: int, dtype: torch.dtype, plan: Plan, device: str) -> None:
+        self.layout, self.q_heads, self.dtype, self.device = layout, q_heads, dtype, device
+        self.work, self.w = plan.workload, plan.seam_window
+        self.rng = torch.Generator(device).manual_seed(plan.workload.seed)
+        self.interior = max(self.work.segment_tokens - self.w, 0)
+        self.stride = align(layout.payload_bytes(self.interior)) + 256
+        self.flush = torch.empty(_FLUSH_BYTES if device == "cuda" else 1, dtype=torch.uint8, device=device)
+
+    def randn(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.randn(*shape, generator=self.rng, device=self.device).to(dtype or self.dtype)
+
+    def arena(self, segments: int) -> Tensor:
+        """Blobs of ``segments`` artifacts with small random T and S."""
+        arena = torch.zeros(segments * self.stride, dtype=torch.uint8, device=self.device)
+        for i in range(segments):
+            for part in self.layout.parts(arena[i * self.stride :], self.interior).values():
+                part.copy_(0.02 * self.randn(*part.shape))
+        return arena
+
+    def timing(self, case: str, run: Callable[[], Any], **shape: int) -> Timing:
+        """``run`` in ms, after three that warm up, each with the cache flushed."""
+        values = []
+        for i in range(self.work.reps + 3):
+            self.flush.zero_()
+            if self.device == "cuda":
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda.synchronize()
+                begin.record()
+                run()
+                end.record()
+                torch.cuda.synchronize()
+                took = begin.elapsed_time(end)
+            else:
+                start = time.perf_counter()
+                run()
+                took = 1e3 * (time.perf_counter() - start)
+            values += [took] if i >= 3 else []
+        return Timing(suite="kernels", case=case, values=values, shape=shape)
+
+    def cases(self) -> Iterator[Timing]:
+        yield self._copy()
+        if self.layout.linear is not None:
+            yield from self._compile(self.layout.linear)
+            yield from self._chain(self.layout.linear)
+        if self.layout.full is not None:
+            yield from self._interiors()
+            yield from self._seams()
+
+    def _copy(self) -> Timing:
+        source = torch.zeros(_COPY_BYTES if self.device == "cuda" else 1 << 20, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        return self.timing("copy, for the bandwidth", lambda: target.copy_(source), bytes=2 * source.numel())
+
+    def _gdn(self, linear: LinearShape, tokens: int) -> tuple[dict[str, Any], tuple[Tensor, Tensor, Tensor]]:
+        """Parameters as the kernels take them, and x, a, b of a batch."""
+        channels, v_heads, d_k = linear.conv_channels, linear.heads, linear.d_k
+        k_heads = (channels - v_heads * linear.d_v) // (2 * d_k)
+        parameters = dict(
+            conv_weight=self.randn(channels, linear.conv_width + 1),
+            conv_bias=None,
+            activation="silu",
+            A_log=self.randn(v_heads, dtype=torch.float32) - 1.5,
+            dt_bias=self.randn(v_heads, dtype=torch.float32),
+            num_k_heads=k_heads,
+            num_v_heads=v_heads,
+            head_k_dim=d_k,
+            head_v_dim=linear.d_v,
+        )
+        return parameters, (self.randn(tokens, channels), self.randn(tokens, v_heads), self.randn(tokens, v_heads))
+
+    def _compile(self, linear: LinearShape) -> Iterator[Timing]:
+        """(T, S) of as many segments as one forward pass compiles."""
+        n, length = max(1, COMPILE_TOKENS // self.work.segment_tokens), self.work.segment_tokens
+        parameters, (x, a, b) = self._gdn(linear, n * length)
+        conv = self.randn(n, linear.conv_channels, linear.conv_width, dtype=getattr(torch, linear.conv_dtype))
+        inputs = InputsPlan.build(
+            seq_tok=[i * length for i in range(n)],
+            seq_len=[length] * n,
+            seq_slot=list(range(n)),
+            seq_fresh=[True] * n,
+            seq_skip=[min(self.w, length)] * n,
+            conv_width=linear.conv_width + 1,
+            device=self.device,
+        )
+        arena, layer = self.arena(n), linear.layer_ids[0]
+        cu = [i * self.interior for i in range(n + 1)]
+        blob = [i * self.stride for i in range(n)]
+        plan = TransitionPlan.build(cu=cu, blob=blob, first=[True] * n, device=self.device)
+        found: list[Tensor] = []
+
+        def prepare() -> None:
+            found[:] = gdn_inputs(x, a, b, conv_pool=conv, plan=inputs, **parameters)
+
+        shape = {"segments": n, "segment_tokens": length, "layers": len(linear.layer_ids)}
+        yield self.timing("compile: k, v and gates, one layer", prepare, **shape)
+        scratch = torch.empty(transition_scratch(plan, linear.heads), device=self.device)
+        options: dict[str, Any] = dict(
+            t_off=self.layout.t_offset(layer), s_off=self.layout.s_offset(layer), scratch=scratch
+        )
+        state = getattr(torch, linear.state_dtype)
+        yield self.timing(
+            "compile: T and S, one layer",
+            lambda: gdn_transition(*found, arena=arena, plan=plan, state_dtype=state, **options),
+            **shape,
+        )
+
+    def _chain(self, linear: LinearShape) -> Iterator[Timing]:
+        """The linear layer of a warm link: system, then seam and artifact of each segment, then the query."""
+        work = self.work
+        tokens = work.seams(self.w)
+        parameters, (x, a, b) = self._gdn(linear, tokens)
+        arena, layer = self.arena(work.segments), linear.layer_ids[0]
+        seam, at = min(self.w, work.segment_tokens), work.system
+        items = [ChainItem(0, work.system)] if work.system else []
+        for i in range(work.segments):
+            items.append(ChainItem(at, seam, i * self.stride, min(linear.conv_width, self.interior)))
+            at += seam
+        items.append(ChainItem(at, work.query))
+        plan = ChainPlan.build(
+            rows=[items], slot=[0], fresh=[True], conv_width=linear.conv_width + 1, device=self.device
+        )
+        scratch = torch.empty(chain_scratch(plan, linear.conv_channels, linear.heads), device=self.device)
+        out = torch.empty(tokens, linear.heads, linear.d_v, dtype=self.dtype, device=self.device)
+        conv = self.randn(1, linear.conv_channels, linear.conv_width, dtype=getattr(torch, linear.conv_dtype))
+        ssm = self.randn(1, linear.heads, linear.d_v, linear.d_k, dtype=torch.float32)
+        offsets: dict[str, Any] = {
+            "t_off": self.layout.t_offset(layer),
+            "s_off": self.layout.s_offset(layer),
+            "c_off": self.layout.conv_offset(layer),
+        }
+        state = getattr(torch, linear.state_dtype)
+        yield self.timing(
+            "link: chain, one layer",
+            lambda: gdn_chain(
+                x, a, b, **parameters, conv_pool=conv, ssm_pool=ssm, arena=arena, **offsets, plan=plan, out=out,
+                state_dtype=state, scratch=scratch,
+            ),
+            segments=work.segments,
+            tokens=tokens,
+            layers=len(linear.layer_ids),
+            bytes=work.segments * (self.layout.t_layer + self.layout.s_layer),
+        )  # fmt: skip
+
+    def _interiors(self) -> Iterator[Timing]:
+        """All layers' K and V of all segments, from the arena into slots and back."""
+        full, work = self.layout.full, self.work
+        assert full is not None
+        if not self.interior:
+            return
+        tokens = work.segments * self.interior
+        dtype = getattr(torch, full.dtype)
+        k_pools = [self.randn(tokens, full.heads, full.d_k, dtype=dtype) for _ in full.layer_ids]
+        v_pools = [self.randn(tokens, full.heads, full.d_v, dtype=dtype) for _ in full.layer_ids]
+        arena = self.arena(work.segments)
+        plan = InteriorPlan.build(
+            blob_kv=[i * self.stride + self.layout.kv_offset for i in range(work.segments)],
+            count=[self.interior] * work.segments,
+            slots=torch.randperm(tokens, generator=self.rng, device=self.device),
+            local=[self.w] * work.segments,
+            shift=[work.system + i * work.segment_tokens for i in range(work.segments)],
+            device=self.device,
+        )
+        rotary = full.d_k // 4 * 2
+        angles = torch.arange(work.tokens, device=self.device)[:, None] * 1e4 ** -torch.linspace(
+            0, 1, rotary // 2, device=self.device
+        )
+        table = torch.cat([angles.cos(), angles.sin()], -1)
+        shape = {"tokens": tokens, "layers": len(full.layer_ids), "bytes": 2 * tokens * self.layout.kv_token_bytes}
+        yield self.timing(
+            "link: relocate interiors, all layers",
+            lambda: relocate_interiors(
+                arena, plan, k_pools, v_pools, cos_sin=table, rotary_dim=rotary, is_neox=True
+            ),
+            **shape,
+        )  # fmt: skip
+        yield self.timing(
+            "compile: capture interiors, all layers", lambda: capture_interiors(arena, plan, k_pools, v_pools), **shape
+        )
+
+    def _seams(self) -> Iterator[Timing]:
+        """Full attention of all computed tokens of a warm link."""
+        full, work = self.layout.full, self.work
+        assert full is not None
+        seam = min(self.w, work.segment_tokens)
+        starts = [work.system + i * work.segment_tokens for i in range(work.segments)]
+        positions = [*range(work.system), *(s + j for s in starts for j in range(seam))]
+        positions += range(work.tokens - work.query, work.tokens)
+        dtype, n = getattr(torch, full.dtype), len(positions)
+        q = self.randn(n, self.q_heads, full.d_k, dtype=dtype)
+        k, v = (self.randn(work.tokens, full.heads, d, dtype=dtype) for d in (full.d_k, full.d_v))
+        plan = SeamPlan.build(
+            rows=[0],
+            tokens=[list(range(n))],
+            positions=[positions],
+            shape=SeamShape(self.q_heads, full.heads, full.d_k, full.d_v, dtype),
+            device=self.device,
+        )
+        slots = torch.randperm(work.tokens, generator=self.rng, device=self.device).int()[None]
+        out = torch.empty(n, self.q_heads, full.d_v, dtype=dtype, device=self.device)
+        yield self.timing(
+            "link: full attention of seams, one layer",
+            lambda: seam_attention(q, k, v, slots, plan=plan, scale=full.d_k**-0.5, out=out),
+            tokens=n,
+            layers=len(full.layer_ids),
+            bytes=k.nbytes + v.nbytes,
+        )
+
+
+def compile_milliseconds(timings: list[Timing], work: Workload) -> float | None:
+    """What building and capturing the artifacts of all of the workload's segments takes, by the kernels' times."""
+    total, seen = 0.0, False
+    for t in timings:
+        if not t.case.startswith("compile: "):
+            continue
+        seen = True
+        if "segments" in t.shape:
+            total += t.median * t.shape["layers"] * work.segments / t.shape["segments"]
+        else:
+            total += t.median
+    return total if seen else None
+
+
+def run(plan: Plan, config: HypicConfig, argv: list[str]) -> EngineRun:
+    """Time the kernels at the shape of the model that SGLang's flags name."""
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    from hypic.doctor.model import read_layout
+
+    load_plugins()
+    parser = argparse.ArgumentParser(prog="hypic bench")
+    ServerArgs.add_cli_args(parser)
+    server_args: Any = ServerArgs.from_cli_args(parser.parse_args(argv))
+    model = ModelConfig.from_server_args(server_args)
+    layout = read_layout(model, server_args, config.state_dtype)
+    heads = model.num_attention_heads // server_args.tp_size
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    began, timings = time.perf_counter(), []
+    with torch.no_grad():
+        for timing in Bench(layout, heads, model.dtype, plan, device).cases():
+            rate = f", {timing.shape['bytes'] / timing.median / 1e6:,.0f} GB/s" if "bytes" in timing.shape else ""
+            print(f"kernels {timing.case}: {timing.median:.4f} ms{rate}", flush=True)
+            timings.append(timing)
+    settings = {"dtype": str(model.dtype), "state_dtype": config.state_dtype, "device": device}
+    return EngineRun(
+        name="kernels", flags=argv, settings=settings, start_seconds=time.perf_counter() - began, timings=timings
+    )
+
+
+if __name__ == "__main__":
+    from hypic.bench.child import RESULT
+
+    found = run(
+        msgspec.json.decode(sys.argv[1], type=Plan), msgspec.json.decode(sys.argv[2], type=HypicConfig), sys.argv[3:]
+    )
+    print(RESULT + msgspec.json.encode(found, enc_hook=str).decode(), flush=True)

@@ -50,7 +50,7 @@ demo: setup
 
 # A sample of the method table on the trained model; fails if a gate of models/almanac is missed.
 eval: setup
-	$(PY) -m hypic eval models/almanac --data almanac --n 120 --seeds 0 --gates almanac --out build/eval
+	$(PY) -m hypic eval models/almanac --data almanac --n 160 --seeds 0 --gates almanac --out build/eval
 
 freeze:
 	@{ sed '/^[^#]/,$$d' constraints.txt; $(PY) -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } > constraints.new

@@ -50,7 +50,14 @@ def test_the_engine_says_what_the_reference_says(name: str, linked: str, whole: 
     lines: list[str] = []
     config, env = HypicConfig(start_check=False), {"HYPIC_CPU": "1"}
     served = Served(
-        str(path), codec, flags={"max_total_tokens": 4096}, config=config, env=env, say=lines.append, whole=whole, top=500
+        str(path),
+        codec,
+        flags={"max_total_tokens": 4096},
+        config=config,
+        env=env,
+        say=lines.append,
+        whole=whole,
+        top=500,
     )
     found = [o for o in served.outcomes(tasks, methods, frozenset({("q0", "prefix")})) if isinstance(o, Outcome)]
     assert {(o.item, o.method) for o in found} == truth.keys() - {("q0", "prefix")}, lines[-20:]

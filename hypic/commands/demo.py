@@ -14,15 +14,17 @@ def demo(
         list[str] | None,
         typer.Argument(
             metavar="[MODEL] [SGLANG FLAGS]",
-            help="Model to serve, then flags of SGLang's server. By default a tiny Qwen3.5 with random weights.",
+            help="Model to serve, then flags of SGLang's server. By default models/almanac of the checkout; without one, "
+            "a tiny model with random weights.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
 ) -> None:
-    """Serve a small hybrid model on the CPU and send it a prompt of documents: cold, again, reordered, with a new head.
+    """Serve a small hybrid model on the CPU and ask it about documents: cold, again, reordered, with a new head, next turn.
 
-    Prints times, reused tokens and the difference of every warm answer to the cold one, with P1 (full recompute) and P4
-    (the oracle) measured on the same documents. Ends with exit code 1 if a hit is missing or an answer changed.
+    Prints its answers, right or wrong, beside those of full recompute; times, reused tokens and the difference of every warm
+    answer to the cold one, with P1 (full recompute) and P4 (the oracle) measured on the same documents. Ends with exit code
+    1 if a hit is missing or a warm answer is not the cold one.
     """
     began = time.monotonic()
     argv = list(args or [])

@@ -41,12 +41,14 @@ class ChatAnswer(NamedTuple):
 
     Attributes:
         ttft: seconds from sending the request to the first token.
-        steps: the generated tokens.
+        text: the answer.
+        steps: the generated tokens, the one that ends the answer included.
         cached_tokens: as ``usage`` has it.
         report: hypic's report.
     """
 
     ttft: float
+    text: str
     steps: list[Step]
     cached_tokens: int
     report: Report
@@ -87,9 +89,10 @@ class Client:
         with self._post("/flush_cache?timeout=30", {}):
             pass
 
-    def chat(self, messages: list[dict[str, Any]], new_tokens: int) -> ChatAnswer:
+    def chat(self, messages: list[dict[str, Any]], max_tokens: int) -> ChatAnswer:
         """Stream a greedy answer, its time to first token, and the report."""
-        body = _chat(messages, new_tokens) | {"stream": True, "stream_options": {"include_usage": True}}
+        body = _chat(messages, max_tokens) | {"stream": True, "stream_options": {"include_usage": True}}
+        text = ""
         steps: list[Step] = []
         usage: dict[str, Any] = {}
         ttft, report = 0.0, None
@@ -97,20 +100,22 @@ class Client:
         with self._post("/v1/chat/completions", body) as response:
             for chunk in _events(response):
                 for choice in chunk["choices"]:
+                    text += choice["delta"].get("content") or ""
                     for i, entry in enumerate((choice.get("logprobs") or {}).get("content") or ()):
                         ttft = ttft or time.perf_counter() - began
                         steps.append(Step(entry["token"], {} if i else _by_token(entry["top_logprobs"])))
                 usage = chunk.get("usage") or usage
                 report = (chunk.get("sglext") or {}).get("hypic", report)
-        if len(steps) != new_tokens:
-            raise RequestError(f"the stream holds {len(steps)} of {new_tokens} tokens with their logprobs")
+        if not steps or len(steps) != usage.get("completion_tokens"):
+            generated = usage.get("completion_tokens")
+            raise RequestError(f"the stream holds {len(steps)} of {generated} tokens with their logprobs")
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-        return ChatAnswer(ttft, steps, cached, _report(report))
+        return ChatAnswer(ttft, text, steps, cached, _report(report))
 
-    def chat_tokens(self, messages: list[dict[str, Any]], new_tokens: int) -> TokenAnswer:
+    def chat_tokens(self, messages: list[dict[str, Any]], max_tokens: int) -> TokenAnswer:
         """The same request, not streamed, in token ids: what the server made of the messages, and its answer."""
         fields = ("return_prompt_token_ids", "return_token_ids", "return_meta_info")
-        with self._post("/v1/chat/completions", _chat(messages, new_tokens) | dict.fromkeys(fields, True)) as response:
+        with self._post("/v1/chat/completions", _chat(messages, max_tokens) | dict.fromkeys(fields, True)) as response:
             body = json.load(response)
         choice = body["choices"][0]
         top = choice["meta_info"]["output_top_logprobs"]
@@ -143,6 +148,12 @@ class Client:
         steps = [{token: logprob for logprob, token, *_ in step} for step in meta["output_token_ids_logprobs"]]
         return TokenAnswer([], answer["output_ids"], steps, _report([meta.get("hypic")]))
 
+    def text(self, ids: list[int]) -> str:
+        """What token ids read."""
+        with self._post("/detokenize", {"tokens": ids}) as response:
+            text: str = json.load(response)["text"]
+        return text
+
     @contextmanager
     def _post(self, path: str, body: dict[str, Any]) -> Iterator[http.client.HTTPResponse]:
         request = urllib.request.Request(
@@ -157,12 +168,11 @@ class Client:
             raise RequestError(f"{path}: {error or type(error).__name__}") from error
 
 
-def _chat(messages: list[dict[str, Any]], new_tokens: int) -> dict[str, Any]:
+def _chat(messages: list[dict[str, Any]], max_tokens: int) -> dict[str, Any]:
     return {
         "model": "default",
         "messages": messages,
-        "max_tokens": new_tokens,
-        "ignore_eos": True,
+        "max_tokens": max_tokens,
         "temperature": 0,
         "logprobs": True,
         "top_logprobs": TOP_LOGPROBS,

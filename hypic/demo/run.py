@@ -9,16 +9,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hypic.demo import DemoError, scenario
+import hypic
+from hypic.demo import DemoError, pages, scenario
+from hypic.demo.checks import TOLERANCE, run_checks
 from hypic.demo.server import free_port, running, serve_command
 
 _TINY = "qwen35"
+_WEIGHTS = "model.safetensors"
 _WHOLE_STREAMS = ("--tool-call-parser", "qwen25")
 """SGLang 0.5.17 drops the logprobs of streamed tokens that add no text (parts of a character), unless it has a parser."""
 
 
 def run(model: str | None, flags: Sequence[str], say: Callable[[str], None]) -> scenario.DemoResult:
-    """Serve ``model`` (None: a tiny one with random weights) and ask it everything.
+    """Serve ``model`` (None: the trained one of a checkout, else a tiny one with random weights) and ask it everything.
 
     Args:
         flags: further flags of SGLang's server.
@@ -26,8 +29,9 @@ def run(model: str | None, flags: Sequence[str], say: Callable[[str], None]) -> 
     Raises:
         DemoError: there is no result.
     """
-    documents = scenario.load_documents()
-    path = model or _tiny_model(say)
+    documents = pages.load_documents()
+    trained = _trained_model()
+    path = model or trained or _tiny_model(say)
     if not (Path(path) / "config.json").is_file():
         raise DemoError(f"{path} is not the folder of a model (no config.json)")
     handle, name = tempfile.mkstemp(prefix="hypic-demo-", suffix=".log")
@@ -38,14 +42,15 @@ def run(model: str | None, flags: Sequence[str], say: Callable[[str], None]) -> 
         oracle = _oracle(path)  # loads while the server starts
         server.wait_until_ready(_every(5.0, lambda s: say(f"waiting for the server, {s:.0f} s")))
         say("the server is ready")
-        requests, contrast = scenario.run_requests(server.client, documents, say)
-        checks = scenario.run_checks(server.client, oracle, documents, say)
+        requests, contrast, asked = scenario.run_requests(server.client, documents, say)
+        checks = run_checks(server.client, oracle, asked, scenario.MAX_TOKENS, say)
+        contrast.without_seams = scenario.without_seams(server.client, oracle, documents)
         say("stopping the server")
     log.unlink(missing_ok=True)
     return scenario.DemoResult(
         model=_name(path),
-        random_weights=model is None,
-        tolerance=scenario.TOLERANCE,
+        random_weights=not (model or trained),
+        tolerance=TOLERANCE,
         seconds=0.0,
         requests=requests,
         checks=checks,
@@ -53,9 +58,17 @@ def run(model: str | None, flags: Sequence[str], say: Callable[[str], None]) -> 
     )
 
 
+def _trained_model() -> str | None:
+    """``models/almanac`` of the checkout that hypic runs from; no wheel holds it."""
+    checkout = Path(hypic.__file__).resolve().parents[1]
+    folder = checkout / "models" / "almanac"
+    return str(folder) if (checkout / "pyproject.toml").is_file() and (folder / _WEIGHTS).is_file() else None
+
+
 def _tiny_model(say: Callable[[str], None]) -> str:
     from hypic.check.tiny_models import build, default_root
 
+    say("no checkout of hypic with its trained model here: a tiny one with random weights, whose answers say nothing")
     if not (default_root() / _TINY).is_dir():
         say(f"making the model {_TINY} in {default_root()}")
     return str(build(_TINY))
@@ -83,7 +96,7 @@ def _name(path: str) -> str:
     kinds = text.get("layer_types", [])
     linear = kinds.count("linear_attention")
     layers = f"{text['num_hidden_layers']} layers" + (f", {linear} of them linear attention" if linear else "")
-    return f"{config['architectures'][0]} ({layers}, hidden size {text['hidden_size']})"
+    return f"{Path(path).name}: {config['architectures'][0]} ({layers}, hidden size {text['hidden_size']})"
 
 
 def _every(seconds: float, tell: Callable[[float], None]) -> Callable[[float], None]:

@@ -1,40 +1,44 @@
 """What the demo asks and what must come out.
 
-One RAG prompt in four forms: cold, again, with its documents in another order, under a new head with a new question.
-Each warm answer is compared with the answer to the same prompt after `/flush_cache`. Then the P1 and P4 on the
-same documents: full recompute by the server itself, and the oracle, which shares no code with the engine.
+Three questions to one set of documents: as ordinary requests, which is full recompute; marked, on an empty cache; again;
+with the documents in another order; under a new head; in the next turn of a conversation. Warm answers are compared with the
+answer to the same prompt after `/flush_cache`, and every answer with what the documents say. ``checks`` has P1 and P4.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Callable, Sequence
-from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
-from hypic.demo.client import ChatAnswer, Client, TokenAnswer
-from hypic.report import Report
-
-TOLERANCE = 1e-4
-"""Bound on differences of logprobs; the demo serves in float32 (docs/SEMANTICS.md)."""
+from hypic.demo.checks import COMPILED, HIT, TOLERANCE, CheckRow, answer_without_seams, describe, distance, segments
+from hypic.demo.client import ChatAnswer, Client
+from hypic.demo.pages import QUESTIONS, Prompt, is_right, prompts
 
 COLD = ", cold"
 """Ends the names of requests that were sent again on an empty cache, to compare with."""
 
-NEW_TOKENS = 8
-_P1_TOKENS = 4
-_WATCHED = 4096
-"""Most token ids whose logprobs P1 compares at every step."""
+ORDER, HEAD, TURN = "in another order", "new head and order", "the next turn"
 
-_COMPILED = frozenset({"compiled"})
-_HIT = frozenset({"hit_device", "hit_radix"})
+MAX_TOKENS = 8
+
+
+class Answer(msgspec.Struct, kw_only=True):
+    """An answer, and the right one by the documents in the order in which they were sent."""
+
+    question: str
+    kind: str
+    text: str
+    expected: str
+
+    @property
+    def right(self) -> bool:
+        return is_right(self.text, self.expected)
 
 
 class RequestRow(msgspec.Struct, kw_only=True):
-    """One request of the demo.
+    """A prompt of the demo with each question in turn; counts and times are those of the first request.
 
     Attributes:
         name: what was sent.
@@ -42,9 +46,10 @@ class RequestRow(msgspec.Struct, kw_only=True):
         prompt_tokens, reused_radix, reused_artifacts, recomputed, compiled: as hypic reports them.
         cached_tokens: as SGLang's ``usage`` has it.
         outcomes: of each marked segment, in natural order.
-        delta: largest difference of logprobs between this answer and the one to the same prompt on an empty cache.
+        delta: largest difference of logprobs between answers and those to the same prompts on an empty cache.
         compared: number of logprobs in ``delta``.
-        problems: what is not as it must be.
+        answers: one for each question.
+        problems: what is not as it must be; a wrong answer is the model's affair and not among them.
     """
 
     name: str
@@ -58,16 +63,7 @@ class RequestRow(msgspec.Struct, kw_only=True):
     outcomes: list[str]
     delta: float | None = None
     compared: int = 0
-    problems: list[str] = []
-
-
-class CheckRow(msgspec.Struct, kw_only=True):
-    """P1 or P4 on the demo's documents: the largest difference of logprobs, and how many were compared."""
-
-    name: str
-    what: str
-    delta: float
-    compared: int
+    answers: list[Answer] = []
     problems: list[str] = []
 
 
@@ -78,10 +74,13 @@ class Contrast(msgspec.Struct, kw_only=True):
         full: largest difference of logprobs between the first prompt served with and without marks, which is what
             position-independent caching approximates.
         order: the same between the first prompt and the one with its documents in another order.
+        without_seams: the oracle's answers to the prompts in another order if all of every segment comes from its artifact
+            (w = 0), which is what a wrong method would say.
     """
 
     full: float
     order: float
+    without_seams: list[Answer] = []
 
 
 class DemoResult(msgspec.Struct, kw_only=True):
@@ -101,77 +100,81 @@ class DemoResult(msgspec.Struct, kw_only=True):
         return [f"{row.name}: {problem}" for row in rows for problem in row.problems]
 
 
-class Prompt(NamedTuple):
-    """A chat prompt of documents, each of them a segment."""
+class _Session:
+    """Requests as rows of the table."""
 
-    head: str
-    documents: Sequence[str]
-    question: str
+    def __init__(self, client: Client, say: Callable[[str], None]) -> None:
+        self.rows: list[RequestRow] = []
+        self._client, self._say = client, say
 
-    def messages(self, marked: bool = True) -> list[dict[str, Any]]:
-        mark = {"cache_control": {"type": "segment"}} if marked else {}
-        parts: list[dict[str, Any]] = [{"type": "text", "text": text, **mark} for text in self.documents]
-        parts.append({"type": "text", "text": self.question})
-        return [{"role": "system", "content": self.head}, {"role": "user", "content": parts}]
-
-
-def load_documents() -> list[str]:
-    """The texts that come with the demo, by name."""
-    files = sorted((resources.files("hypic.demo") / "documents").iterdir(), key=lambda f: f.name)
-    return [f.read_text(encoding="utf-8").strip() for f in files if f.name.endswith(".md")]
-
-
-def prompts(documents: Sequence[str]) -> tuple[Prompt, Prompt, Prompt]:
-    """The first prompt, the same in another order, and one with a new head and question."""
-    first = Prompt(
-        "Answer from the documents.",
-        documents,
-        "\n\nFor how long must an oxygen atom be left in peace to shine red, and at what height is that possible?",
-    )
-    shuffled = [*documents[1::2], *reversed(documents[::2])]
-    other = Prompt(
-        "You help visitors of a small museum of science. Today is Thursday; the reading room closes at six. Use nothing "
-        "but the texts below, and say so if they do not hold the answer.",
-        shuffled[3:] + shuffled[:3],
-        "\n\nBy how much was the platinum bar of 1799 too short?",
-    )
-    return first, first._replace(documents=shuffled), other
+    def ask(
+        self, name: str, asked: Sequence[Prompt], outcomes: frozenset[str], *, marked: bool = True, empty: bool = False
+    ) -> list[ChatAnswer]:
+        """Send the prompts ``asked``, each to an empty cache if ``empty``, and add their row."""
+        self._say(name)
+        answers, rows = [], []
+        for prompt in asked:
+            if empty:
+                self._client.flush_cache()
+            answer = self._client.chat(prompt.messages(marked), MAX_TOKENS)
+            row = _row(name, answer, len(prompt.documents) if marked else 0, outcomes)
+            row.answers.append(_answer(prompt, answer.text))
+            answers.append(answer)
+            rows.append(row)
+        first, *others = rows
+        for row in others:
+            first.answers += row.answers
+            first.problems += row.problems
+        self.rows.append(first)
+        return answers
 
 
 def run_requests(
     client: Client, documents: Sequence[str], say: Callable[[str], None]
-) -> tuple[list[RequestRow], Contrast]:
-    """The rows of the table, in the order in which the requests are sent, and their contrast. Raises RequestError."""
-    first, permuted, other = prompts(documents)
+) -> tuple[list[RequestRow], Contrast, list[Prompt]]:
+    """The rows of the table in the order in which requests are sent, their contrast, and the prompts that P4 is to judge.
+
+    Raises:
+        RequestError: a request failed.
+    """
+    first, permuted, other = ([*p] for p in zip(*(prompts(documents, q) for q in QUESTIONS), strict=True))
     # Whatever happens once in a server's life must not count: a document of its own, compiled and hit.
     for _ in range(2):
-        client.chat(Prompt("Warm up.", ["hello world " * 100], "Ready?").messages(), NEW_TOKENS)
-    rows: list[RequestRow] = []
+        client.chat(first[0]._replace(documents=["hello world " * 100]).messages(), MAX_TOKENS)
+    session = _Session(client, say)
+    rows = session.rows
+    full = session.ask("nothing marked", first, frozenset(), marked=False, empty=True)
+    cold = session.ask("cold", first, COMPILED, empty=True)
+    again = session.ask("the same again", first, HIT)
+    _compare(rows[-1], again, cold)
+    warm = {
+        name: (asked, session.ask(name, asked, HIT), rows[-1]) for name, asked in ((ORDER, permuted), (HEAD, other))
+    }
+    before = [(prompt.question, answer.text) for prompt, answer in zip(other, warm[HEAD][1], strict=True)]
+    turns = [prompt._replace(before=[before[i - 1]]) for i, prompt in enumerate(other)]
+    warm[TURN] = (turns, session.ask(TURN, turns, HIT), rows[-1])
+    for name, (asked, answers, row) in warm.items():
+        _compare(row, answers, session.ask(name + COLD, asked[:1], COMPILED, empty=True))
+    contrast = Contrast(full=_distance(full[0], cold[0])[0], order=_distance(cold[0], warm[ORDER][1][0])[0])
+    return rows, contrast, [first[0], permuted[1], other[2], turns[0]]
 
-    def ask(name: str, prompt: Prompt, outcomes: frozenset[str], *, marked: bool = True) -> ChatAnswer:
-        say(name)
-        answer = client.chat(prompt.messages(marked), NEW_TOKENS)
-        rows.append(_row(name, answer, len(documents) if marked else 0, outcomes))
-        return answer
 
-    def compare(row: RequestRow, warm: ChatAnswer, cold: ChatAnswer) -> None:
-        row.delta, row.compared = _distance(warm, cold)
-        if not row.delta <= TOLERANCE:
-            row.problems.append(f"logprobs differ from the cold answer's by {row.delta:.1e}")
+def without_seams(client: Client, oracle: Any, documents: Sequence[str]) -> list[Answer]:
+    """The questions to the documents in another order, answered without any seam: see Contrast."""
+    asked = [prompts(documents, question)[1] for question in QUESTIONS]
+    return [_answer(prompt, answer_without_seams(client, oracle, prompt)) for prompt in asked]
 
-    client.flush_cache()
-    full = ask("nothing marked", first, frozenset(), marked=False)
-    client.flush_cache()
-    cold = ask("cold", first, _COMPILED)
-    again = ask("the same again", first, _HIT)
-    compare(rows[-1], again, cold)
-    warm = []
-    for name, prompt in (("in another order", permuted), ("new head and question", other)):
-        warm.append((name, prompt, ask(name, prompt, _HIT), rows[-1]))
-    for name, prompt, answer, row in warm:
-        client.flush_cache()
-        compare(row, answer, ask(name + COLD, prompt, _COMPILED))
-    return rows, Contrast(full=_distance(full, cold)[0], order=_distance(cold, warm[0][2])[0])
+
+def _answer(prompt: Prompt, text: str) -> Answer:
+    return Answer(question=prompt.question.text, kind=prompt.question.kind, text=text, expected=prompt.expected)
+
+
+def _compare(row: RequestRow, warm: Sequence[ChatAnswer], cold: Sequence[ChatAnswer]) -> None:
+    """As many warm answers as there are cold ones."""
+    found = [_distance(a, b) for a, b in zip(warm, cold, strict=False)]
+    row.delta, row.compared = max(d for d, _ in found), sum(n for _, n in found)
+    if not row.delta <= TOLERANCE:
+        row.problems.append(f"logprobs differ from the cold answer's by {row.delta:.1e}")
 
 
 def _row(name: str, answer: ChatAnswer, marked: int, outcomes: frozenset[str]) -> RequestRow:
@@ -184,9 +187,9 @@ def _row(name: str, answer: ChatAnswer, marked: int, outcomes: frozenset[str]) -
     reused = report.reused_radix + report.reused_artifacts
     if answer.cached_tokens != reused:
         problems.append(f"cached_tokens {answer.cached_tokens}, but the report has {reused}")
-    if outcomes == _HIT and (report.compiled or not reused):
+    if outcomes == HIT and (report.compiled or not reused):
         problems.append(f"{reused} tokens reused and {report.compiled} compiled, of a prompt that was seen before")
-    if outcomes != _HIT and reused:
+    if outcomes != HIT and reused:
         problems.append(f"{reused} tokens reused on an empty cache")
     return RequestRow(
         name=name,
@@ -202,105 +205,7 @@ def _row(name: str, answer: ChatAnswer, marked: int, outcomes: frozenset[str]) -
     )
 
 
-def run_checks(client: Client, oracle: Any, documents: Sequence[str], say: Callable[[str], None]) -> list[CheckRow]:
-    """P1 on every document and P4 on every prompt, all warm. Raises RequestError.
-
-    Args:
-        oracle: :class:`hypic.check.oracle.Oracle` of the served model.
-    """
-    say("P4: the oracle reads the prompts")
-    p4 = CheckRow(name="P4", what="the oracle", delta=0.0, compared=0)
-    asked = [client.chat_tokens(p.messages(), NEW_TOKENS) for p in prompts(documents)]
-    for answer in asked:
-        found = segments(answer.report)
-        if len(found) != len(documents) or not {s.outcome for s in found} <= _HIT:
-            p4.problems.append(f"segments {describe([s.outcome for s in found])}, not {len(documents)} hits")
-        truth = oracle.link(
-            answer.prompt,
-            [(s.start, s.end) for s in found],
-            w=answer.report.seam_window,
-            n_new=len(answer.ids),
-            forced=answer.ids,
-        )
-        rows = zip(truth.logprobs, answer.steps, strict=True)
-        _absorb(p4, answer, [{token: float(row[token]) for token in step} for row, step in rows])
-    say("P1: documents by themselves")
-    p1 = CheckRow(name="P1", what="full recompute", delta=0.0, compared=0)
-    _check_p1(client, asked[0], min(truth.logprobs.shape[1], _WATCHED), p1)
-    for row in (p1, p4):
-        if not row.delta <= TOLERANCE:
-            row.problems.append(f"logprobs differ by {row.delta:.1e}")
-    return [p1, p4]
-
-
-def _check_p1(client: Client, asked: TokenAnswer, watched: int, row: CheckRow) -> None:
-    """Every other segment of ``asked``, then its question: as an ordinary request, compiled and joined, and joined again."""
-    found = segments(asked.report)
-    question = asked.prompt[found[-1].end :]
-    for i, (start, end, _) in enumerate(found[::2]):
-        ids = asked.prompt[start:end] + question
-        full = client.generate(ids, (), f"P1 full {i}", _P1_TOKENS, watched)
-        for outcomes in (_COMPILED, _HIT):
-            linked = client.generate(ids, [(0, end - start)], "P1", _P1_TOKENS, watched)
-            became = [s.outcome for s in segments(linked.report)]
-            if len(became) != 1 or became[0] not in outcomes:
-                row.problems.append(f"document {i}: {describe(became)}, not {' or '.join(sorted(outcomes))}")
-            _absorb(row, linked, full.steps, full.ids)
-
-
-def _absorb(
-    row: CheckRow, answer: TokenAnswer, truth: Sequence[dict[int, float]], ids: Sequence[int] | None = None
-) -> None:
-    delta, compared = distance(answer.steps, truth, list(zip(answer.ids, ids or answer.ids, strict=True)))
-    row.delta, row.compared = max(row.delta, delta), row.compared + compared
-
-
-class Segment(NamedTuple):
-    """Tokens [start, end) of a prompt, and what became of them."""
-
-    start: int
-    end: int
-    outcome: str
-
-
-def segments(report: Report) -> list[Segment]:
-    """The segments of a report, in natural order."""
-    return [Segment(s.start, s.start + s.tokens, s.outcome or "") for s in report.spans if s.kind == "segment"]
-
-
-def distance(
-    a: Sequence[dict[Any, float]], b: Sequence[dict[Any, float]], tokens: Sequence[tuple[Any, Any]]
-) -> tuple[float, int]:
-    """The largest difference of logprobs, and how many were compared.
-
-    Args:
-        a, b: for each step logprobs by token; a step where either has none is passed over.
-            What only one side lists is at most as likely on the other as the least
-            likely that the other lists, and is compared with that where it is above it.
-        tokens: what was chosen at each step; once the two differ, what follows answers another question.
-    """
-    worst, compared = 0.0, 0
-    for x, y, (taken, other) in zip(a, b, tokens, strict=True):
-        known = x and y
-        floor = {id(x): min(x.values()), id(y): min(y.values())} if known else {}
-        for token in x.keys() | y.keys() if known else ():
-            if token in x and token in y:
-                error = abs(x[token] - y[token])
-                compared += 1
-            else:
-                there, missing = (x, y) if token in x else (y, x)
-                error = max(there[token] - floor[id(missing)], 0.0)
-            worst = max(worst, math.inf if math.isnan(error) else error)
-        if taken != other:
-            break
-    return worst, compared
-
-
 def _distance(a: ChatAnswer, b: ChatAnswer) -> tuple[float, int]:
-    taken = [(x.token, y.token) for x, y in zip(a.steps, b.steps, strict=True)]
-    return distance([s.top for s in a.steps], [s.top for s in b.steps], taken)
-
-
-def describe(outcomes: Sequence[str]) -> str:
-    """``8 hit_device``, in order of first appearance."""
-    return ", ".join(f"{n} {name}" for name, n in Counter(outcomes).items()) or "none"
+    taken = [(x.token, y.token) for x, y in zip(a.steps, b.steps, strict=False)]
+    n = len(taken)  # answers of different lengths differ in a token before the shorter one ends
+    return distance([s.top for s in a.steps[:n]], [s.top for s in b.steps[:n]], taken)

@@ -33,7 +33,7 @@ class PromptMaker:
 
     def __init__(self, vocab: int, seed: int = 0, tokenizer: Any = None) -> None:
         self._first, self._vocab, self._seed, self._tokenizer = min(FIRST_TOKEN, vocab // 2), vocab, seed, tokenizer
-        self._known: OrderedDict[str | int, np.ndarray] = OrderedDict()
+        self._known: OrderedDict[tuple[str | int, int], np.ndarray] = OrderedDict()
         self._held = 0
 
     def make(self, request: TraceRequest, number: int) -> Prompt:
@@ -55,9 +55,9 @@ class PromptMaker:
         return Prompt(np.concatenate(pieces).tolist(), bounds, request.tenant)
 
     def _span(self, span: Span) -> np.ndarray:
-        known = self._known.get(span.id)
+        known = self._known.get(key := (span.id, span.len))
         if known is not None:
-            self._known.move_to_end(span.id)
+            self._known.move_to_end(key)
             return known
         if span.token_ids is not None:
             ids = np.array(span.token_ids)
@@ -67,7 +67,7 @@ class PromptMaker:
             ids = np.array(self._tokenizer.encode(span.text, add_special_tokens=False))
         else:
             ids = self._draw(f"span {span.id!r}", span.len)
-        self._known[span.id] = ids
+        self._known[key] = ids
         self._held += len(ids)
         while self._held > CACHED_TOKENS:
             self._held -= len(self._known.popitem(last=False)[1])

@@ -26,7 +26,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "min_segment": (lambda n: n >= 0, "must not be negative"),
     "attention": (lambda way: way in ("auto", "seam", "expanded"), "write auto, seam or expanded"),
     "memory": (lambda n: n >= 0, "must not be negative"),
-    "state_dtype": (lambda name: name in ("float32", "bfloat16"), "write float32 or bfloat16"),
+    "state_dtype": (lambda name: name in ("auto", "float32", "bfloat16"), "write auto, float32 or bfloat16"),
 }
 
 
@@ -41,7 +41,7 @@ class HypicConfig(msgspec.Struct, frozen=True, kw_only=True):
         separator: cut prompts at this string without a per-request opt-in (clients of the official fork); "" is off.
         start_check: prove relocation and composition on the loaded model before serving.
         attention: full attention of linked rows: "seam" (our kernel), "expanded" (the backend's), or "auto".
-        state_dtype: of T and S in artifacts, "float32" or "bfloat16" (half the bytes, rounded to 8 bits).
+        state_dtype: of T and S in artifacts: "float32", "bfloat16", or "auto" (:func:`artifact_state_dtype`).
         force_link: link segments however short they are (their artifact may be empty); for checks only.
     """
 
@@ -52,7 +52,7 @@ class HypicConfig(msgspec.Struct, frozen=True, kw_only=True):
     separator: str = ""
     start_check: bool = True
     attention: str = "auto"
-    state_dtype: str = "float32"
+    state_dtype: str = "auto"
     force_link: bool = False
 
     def __post_init__(self) -> None:
@@ -69,6 +69,17 @@ class HypicConfig(msgspec.Struct, frozen=True, kw_only=True):
                 continue
             out["HYPIC_" + name.upper()] = str(int(value)) if isinstance(value, bool) else str(value)
         return out
+
+
+def artifact_state_dtype(setting: str, model: str) -> str:
+    """The type of T and S for the setting and the model's type: "auto" takes float32 for float32, else bfloat16.
+
+    Rounding both to bfloat16 (u = 2^-9) changes a join h T + S by at most u (|h T| + |S|). T is a product of contractions, so
+    errors of earlier joins do not grow: after n joins they add up to at most u times the sum of those norms (docs/SEMANTICS.md).
+    """
+    if setting == "auto":
+        return "float32" if model == "float32" else "bfloat16"
+    return setting
 
 
 def parse_bytes(text: str) -> int:

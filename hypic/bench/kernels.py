@@ -284,7 +284,8 @@ def run(plan: Plan, config: HypicConfig, argv: list[str]) -> EngineRun:
             rate = f", {timing.shape['bytes'] / timing.median / 1e6:,.0f} GB/s" if "bytes" in timing.shape else ""
             print(f"kernels {timing.case}: {timing.median:.4f} ms{rate}", flush=True)
             timings.append(timing)
-    settings = {"dtype": str(model.dtype), "state_dtype": config.state_dtype, "device": device}
+    state = layout.linear.state_dtype if layout.linear else None
+    settings = {"dtype": str(model.dtype), "state_dtype": state, "device": device}
     return EngineRun(
         name="kernels", flags=argv, settings=settings, start_seconds=time.perf_counter() - began, timings=timings
     )

@@ -52,7 +52,9 @@ def evaluate(
     min_segment: Annotated[int, typer.Option(min=0, help="Documents of fewer tokens are computed in place.")] = 0,
     probes: Annotated[int, typer.Option(min=0, help="Sets of documents that are looked at layer by layer.")] = 3,
     device: Annotated[str, typer.Option(help="Reference: cpu, or cuda.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="Reference: float32, or bfloat16.")] = "float32",
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 or bfloat16. Default: float32; served on a GPU, as SGLang chooses.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print eval.json instead of tables.")] = False,
 ) -> None:
     """Ask MODEL questions about documents under every method and compare with full recompute.
@@ -168,7 +170,7 @@ def make_runner(
     *,
     served: bool,
     device: str,
-    dtype: str,
+    dtype: str | None,
     probes: int,
     say: Any,
 ) -> tuple[Runner, list[Method], dict[str, Any]]:
@@ -182,6 +184,7 @@ def make_runner(
         from hypic.eval.reference import Model, ModelError
 
         types = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+        dtype = dtype or "float32"
         if dtype not in types:
             raise ModelError(f"--dtype {dtype}: write {' or '.join(types)}")
         if device.startswith("cuda") and not torch.cuda.is_available():
@@ -193,6 +196,8 @@ def make_runner(
         return ByReference(loaded, codec, probes=probes), chosen, {"dtype": dtype, "device": device}
     from hypic.eval.served import Served
 
+    if dtype:  # an option of ours too, so it never reached SGLang's flags
+        argv += ["--dtype", dtype]
     cpu = wants_cpu(argv, os.environ)
     env = {CPU_MODE: "1"} if cpu else {}
     if cpu:

@@ -12,7 +12,7 @@ from typing import Any
 
 from hypic.artifact.arena import align
 from hypic.artifact.layout import ArtifactLayout, FullShape, Header, LinearShape, encode_header, token_bytes
-from hypic.config import HypicConfig
+from hypic.config import HypicConfig, artifact_state_dtype
 from hypic.doctor.findings import LayerFamily, ModelFinding, SegmentSize
 from hypic.engine.support import check_server_args
 
@@ -132,7 +132,7 @@ def read_layout(model: Any, server_args: Any, state_dtype: str) -> ArtifactLayou
             conv_channels=channels,
             conv_width=width,
             conv_dtype=str(params.dtype.conv).removeprefix("torch."),
-            state_dtype=state_dtype,
+            state_dtype=artifact_state_dtype(state_dtype, str(model.dtype).removeprefix("torch.")),
         )
         layers = hybrid.full_attention_layer_ids
     full = FullShape(

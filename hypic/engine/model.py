@@ -7,12 +7,13 @@ from typing import Any
 import torch
 
 from hypic.artifact.layout import ArtifactLayout, FullShape, LinearShape
+from hypic.config import artifact_state_dtype
 from hypic.engine.relocation import CannotRelocate, Rotary, find_rotary
 from hypic.engine.support import Unsupported
 
 
 def read_layout(model_runner: Any, state_dtype: str) -> ArtifactLayout:
-    """Artifact layout of the loaded model on this rank; `state_dtype` is that of T and S. Raises Unsupported."""
+    """Artifact layout of the loaded model on this rank; `state_dtype` is the setting. Raises Unsupported."""
     backend = model_runner.attn_backend
     linear = _linear_shape(model_runner, backend, state_dtype)
     return ArtifactLayout(linear, _full_shape(model_runner, backend))
@@ -30,6 +31,7 @@ def _linear_shape(model_runner: Any, backend: Any, state_dtype: str) -> LinearSh
     pool = model_runner.req_to_token_pool
     if pool.mamba_ckpt_pool is not None:
         raise Unsupported("int8 state checkpoints: rounding in the radix tree is not proven")
+    state_dtype = artifact_state_dtype(state_dtype, _name(model_runner.dtype))
     if state_dtype != "float32" and model_runner.dtype == torch.float32:
         raise Unsupported(
             f"--hypic-state-dtype {state_dtype} with a model in float32: leave it out, or serve in bfloat16"

@@ -73,9 +73,9 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 
-def check_server_args(args: Any, state_dtype: str = "float32") -> None:
+def check_server_args(args: Any, state_dtype: str = "auto") -> None:
     """Raise Unsupported naming every flag that does not go with hypic, with its reason."""
-    if state_dtype != "float32" and args.dtype == "float32":
+    if state_dtype == "bfloat16" and args.dtype == "float32":
         raise Unsupported(
             f"--hypic-state-dtype {state_dtype} with a model in float32: leave it out, or serve in bfloat16"
         )

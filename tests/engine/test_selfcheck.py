@@ -49,8 +49,7 @@ def test_the_seam_kernel_serves_too(tiny_model: Callable[[str], Path], monkeypat
 
 def test_a_16_bit_engine_is_judged_by_stocks_own_error(tiny_model: Callable[[str], Path]) -> None:
     """Model, conv windows, T and S in bfloat16: what serves on a GPU."""
-    config = HypicConfig(state_dtype="bfloat16")
-    plan = Plan(checks=("P1", "P3", "P4"), config=config, flags={"dtype": "bfloat16"})
+    plan = Plan(checks=("P1", "P3", "P4"), config=HypicConfig(), flags={"dtype": "bfloat16"})
     results = list(check_model("qwen35", tiny_model("qwen35"), plan, lambda *_: None))
     assert [r.status for r in results] == ["passed"] * 3, [r.detail for r in results]
     p1, _, p4 = (r.worst_error for r in results)

@@ -44,7 +44,7 @@ def load(wanted: Wanted) -> Loaded:
     items: list[Item] = []
     for sequence in itertools.count():
         rng = random.Random(f"eval {wanted.seed} {sequence}")
-        sample = task.make(world, task.LEVELS[level], rng, full=True)
+        sample = task.make(world, task.LEVELS[level], rng, full=True, close=True)
         ids = [int(i) for i in sample.ids]
         starts = [start for start, _ in sample.documents]
         head = Piece(tuple(ids[: starts[0]]))

@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# One stage of what is to be shown on a GPU machine, each under 8 minutes from a bare start (SGLang 0.5.17 installed, or
+# `source scripts/gpu/setup.sh PACK` before; FlashInfer compiles for 2 minutes when its cache is empty).
+#
+#   smoke   kernels against their references, the self-check in bf16, the gates of models/almanac
+#   ttft    hypic beside stock SGLang: cold, prefix hit, warm, turn, several at once; kernels; once more with states in float32
+#   scale   warm links of 4 to 128 segments of 512 to 16,384 tokens
+#   replay  the highest rate of a RAG trace under an SLO of 1 s TTFT
+#
+# Usage: scripts/gpu/stage.sh STAGE MODEL_DIR OUT_DIR [extra SGLang flags]
+# MODEL_DIR holds a config.json of the shape to time; its weights are random (--load-format dummy).
+set -uo pipefail
+stage=$1 model=$2 out=$3
+shift 3
+mkdir -p "$out"
+shape=(--load-format dummy --skip-tokenizer-init --dtype bfloat16 --attention-backend flashinfer --sampling-backend pytorch
+  --grammar-backend none --mem-fraction-static 0.8 --max-running-requests 16 --cuda-graph-max-bs-decode 16
+  --cuda-graph-max-bs-prefill 2048 --cuda-graph-backend-prefill breakable --disable-flashinfer-autotune --random-seed 1
+  --max-prefill-tokens 65536 "$@")
+quiet() { tr '\r' '\n' | grep -v -e Capturing -e '^$' -e Warning -e warnings.warn; }
+bench() { python3 -m hypic bench "$model" "${shape[@]}" --no-selfcheck --hypic-memory 24GiB "${more[@]}" 2>&1 | quiet; }
+case $stage in
+  smoke)
+    small=(--dtype bfloat16 --attention-backend flashinfer --sampling-backend pytorch --grammar-backend none
+      --mem-fraction-static 0.15 --max-total-tokens 60000 --context-length 8192 --max-running-requests 16
+      --cuda-graph-max-bs-decode 8 --cuda-graph-max-bs-prefill 512 --cuda-graph-backend-prefill breakable
+      --disable-flashinfer-autotune)
+    python3 -m pytest -q tests/kernels 2>&1 | tee "$out/kernels.log" | tail -4 &
+    python3 -m models.gates models/almanac --out "$out/gates.json" --sequences 28 2>&1 | tee "$out/gates.log" | tail -60 &
+    tiny=$(python3 -c "from hypic.check.tiny_models import build; print(build('qwen35'))")
+    python3 -m hypic selfcheck "$tiny" --checks P1,P4 "${small[@]}" 2>&1 | quiet | tee "$out/selfcheck.log" | tail -12 &
+    wait
+    ;;
+  ttft)
+    more=(--suites kernels,ttft,concurrency --together 1,2,4 --reps 9 --context-length 65536 --out "$out")
+    bench | tee "$out/bench.log"
+    more=(--suites kernels,ttft --engines hypic --hypic-state-dtype float32 --context-length 65536 --out "$out/float32")
+    bench | tee "$out/float32.log"
+    ;;
+  scale)
+    more=(--suites scale --engines hypic --counts 4,16,64,100,128 --lengths 512,2048,8192,16384 --context-length 262144
+      --out "$out")
+    bench | tee "$out/scale.log"
+    ;;
+  replay)
+    python3 -m hypic replay --generate traces/rag-production.toml --out "$out/trace.jsonl"
+    python3 -m hypic replay "$model" "${shape[@]}" --trace "$out/trace.jsonl" --find-qps --slo-ttft 1.0 --budget 420 \
+      --context-length 131072 --hypic-memory 24GiB --out "$out" 2>&1 | quiet | tee "$out/replay.log"
+    ;;
+  *)
+    echo "no stage $stage: smoke, ttft, scale or replay" >&2
+    exit 2
+    ;;
+esac

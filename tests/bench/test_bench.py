@@ -132,7 +132,7 @@ def test_for_real(tiny_model: Any, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "bench.json").read_text())
-    kernels, engine = result["engines"]
+    engine, kernels = result["engines"]
     spent = [t for t in kernels["timings"] if t["case"].startswith("compile: ")]
     (cold,) = next(t["values"] for t in engine["timings"] if t["case"] == "cold")
     assert result["artifact_share"] == pytest.approx(sum(t["values"][0] for t in spent) / cold)

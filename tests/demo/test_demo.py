@@ -83,10 +83,7 @@ def test_the_trained_model_answers_from_the_documents_in_their_order(result: dic
         len(rows[name]) == len(QUESTIONS) for name in ("nothing marked", "cold", "the same again", ORDER, HEAD, TURN)
     )
     for name, answers in rows.items():
-        wrong = [a for a in answers if not is_right(a["text"], a["expected"])]
-        assert len(wrong) <= (len(answers) > 1), f"{name}: a trained model may miss one question of three: {wrong}"
-    again, cold = rows["the same again"], rows["cold"]
-    assert [a["text"] for a in again] == [a["text"] for a in cold]
+        assert [a["text"] for a in answers] == [a["expected"] for a in answers], f"{name}: as full recompute can, too"
 
 
 def test_without_seams_a_value_is_lost_at_its_border(result: dict[str, Any]) -> None:
@@ -108,6 +105,13 @@ def test_orders_change_what_is_true() -> None:
     assert [len(p.documents) for p in asked[0]] == [8, 8, 8]
     first, permuted, other = asked[0]
     assert first.head == permuted.head != other.head
+
+
+def test_the_last_statement_counts_and_a_fact_may_cross_a_border() -> None:
+    pages = ["The mood of Ruth is rose. The drink of Homer is", " pony. Of Ruth: The mood of Ruth is fox.\n"]
+    assert facts(pages) == {("mood", "Ruth"): "fox", ("drink", "Homer"): "pony"}
+    assert facts(pages[::-1]) == {("mood", "Ruth"): "rose"}
+    assert is_right("It is Fox.", "fox") and not is_right("foxes", "fox") and not is_right("", "fox")
 
 
 def test_pages_fit_at_their_borders_in_every_order() -> None:

@@ -88,6 +88,17 @@ def test_almanac_questions_share_documents_and_turn_from_kind_to_kind() -> None:
     assert load("almanac:level=1,questions=3", PLAIN, 9, seed=1).items != items
 
 
+def test_almanac_documents_hold_sentences_that_training_never_sees(tokenizer: Any) -> None:
+    import lzma
+
+    known = lzma.decompress((ALMANAC / "sentences.txt.xz").read_bytes()).decode().splitlines()
+    held_out, trained = known[: len(known) // 10], known[len(known) // 10 :]
+    (item,) = load("almanac:level=3", PLAIN, 1).items
+    documents = "".join(tokenizer.decode(p.content) for p in item.pieces if p.segment)
+    seen = [sum(s in documents for s in some) for some in (held_out, trained)]
+    assert seen[0] > 20 and seen[1] == 0
+
+
 def test_almanac_is_for_its_own_tokenizer(tokenizer: Any) -> None:
     from transformers import AutoTokenizer
 
@@ -125,11 +136,14 @@ def jsonl(tmp_path: Path) -> Write:
 
 
 def test_hotpotqa(jsonl: Write) -> None:
-    context = "Passage 1:\nOslo\nA town in {input}.\n\nPassage 2:\nRome\nPassage 9: not one.\n\nPassage 3:\nBonn\nx"
+    context = "Passage 1:\nOslo\nA town in {input}.\n\nPassage 2:\nRome\nSee Passage 9: not one.\n\nPassage 3:\nBonn\nx"
     path = jsonl({"context": context, "input": "Where is {context}?", "answers": ["Norway", "Norge"]})
     (item,) = load(f"longbench:hotpotqa={path}", PLAIN)
-    assert segments(item)[0] == "Passage 1:\nOslo\nA town in {input}.\n\n"
-    assert segments(item)[-1] == "Passage 3:\nBonn\nx"
+    assert segments(item) == [
+        "Passage 1:\nOslo\nA town in {input}.\n\n",
+        "Passage 2:\nRome\nSee Passage 9: not one.\n\n",
+        "Passage 3:\nBonn\nx",
+    ]
     assert text(item.pieces) == (
         "Answer the question based on the given passages. Only give me the answer and do not output any other words.\n\n"
         f"The following are given passages.\n{context}\n\n"

@@ -55,7 +55,7 @@ ARTICLES = {
     "algol again": article("Algol", "Made by {committee} in 1960.", "  Indented."),
     "b": article("B", "Between 1969 and 1970."),
     "c": article("C", "Dennis Ritchie, 1972.", "The book of 1972."),
-    "euro": article("Èuro", "Costs 12000 and 1.1999x; 1979."),
+    "euro": article("Èuro", "Costs 12000 and 19991; 1979."),
     "f77": article("Fortran 1977", "Named 1977."),
     "none": article("None", "No year."),
     "short": "Short\n\n   1981.\n\n",
@@ -65,22 +65,23 @@ ARTICLES = {
 
 def test_foldoc_takes_articles_that_name_one_year(tmp_path: Path) -> None:
     found = foldoc.articles(dictd(tmp_path / "d", ARTICLES))
-    assert [(a.name, a.year) for a in found] == [("Algol", "1960"), ("C", "1972"), ("Twin", "1972")]
+    assert [(a.name, a.year) for a in found] == [("Algol", "1960"), ("C", "1972"), ("Èuro", "1979"), ("Twin", "1972")]
     assert found[0].text.startswith("Algol\nMade by committee in 1960.\n  Indented.\n")
     assert "1999" not in found[0].text  # the date of the last change
 
 
 def test_foldoc_asks_about_years_that_no_other_document_names(tmp_path: Path) -> None:
     path = dictd(tmp_path / "d", ARTICLES)
-    loaded = load(f"foldoc:documents=3,path={path}", PLAIN)
-    (item,) = loaded
+    loaded = load(f"foldoc:documents=4,questions=4,path={path}", PLAIN)
+    assert sorted(i.answers[0] for i in loaded) == ["1960", "1979"]
+    item = next(i for i in loaded if i.id.endswith("-Algol"))
     assert sorted(segments(item)) == sorted(a.text for a in foldoc.articles(path))
     assert item.answers == ("1960",) and item.metric == "contains"
     assert text(item.pieces).endswith('Question: Which year does the article "Algol" name?\nAnswer: The year is')
     assert text(item.closed_book).endswith(text(item.pieces[-1:])) and "1960" not in text(item.closed_book)
-    assert loaded.about["notes"] == {"right if the most common year is always said, %": 100}
-    with pytest.raises(DataError, match=r"4 documents, but .* has 3 articles"):
-        load(f"foldoc:documents=4,path={path}", PLAIN)
+    assert loaded.about["notes"] == {"right if the most common year is always said, %": 50}
+    with pytest.raises(DataError, match=r"5 documents, but .* has 4 articles"):
+        load(f"foldoc:documents=5,path={path}", PLAIN)
 
 
 def test_foldoc_reads_a_debian_package(tmp_path: Path) -> None:
@@ -130,6 +131,7 @@ def test_debian(tmp_path: Path) -> None:
         ("vi", "screen editor with modes", describe("vi")),
         ("x", "three words only", describe("x")),
     )
+    assert [p.name for p in debian.distinct(debian.packages(path))] == ["ed", "vi"]
     items = load(f"debian:documents=2,path={path}", PLAIN).items
     assert sorted(i.answers for i in items) == [("classic line editor of Unix",), ("screen editor with modes",)]
     ed = next(i for i in items if i.id.endswith("-ed"))

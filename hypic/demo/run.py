@@ -44,6 +44,7 @@ def run(model: str | None, flags: Sequence[str], say: Callable[[str], None]) -> 
         say("the server is ready")
         requests, contrast, asked = scenario.run_requests(server.client, documents, say)
         checks = run_checks(server.client, oracle, asked, scenario.MAX_TOKENS, say)
+        say("the oracle answers without seams")
         contrast.without_seams = scenario.without_seams(server.client, oracle, documents)
         say("stopping the server")
     log.unlink(missing_ok=True)

@@ -156,7 +156,7 @@ def run_requests(
     for name, (asked, answers, row) in warm.items():
         _compare(row, answers, session.ask(name + COLD, asked[:1], COMPILED, empty=True))
     contrast = Contrast(full=_distance(full[0], cold[0])[0], order=_distance(cold[0], warm[ORDER][1][0])[0])
-    return rows, contrast, [first[0], permuted[1], other[2], turns[0]]
+    return rows, contrast, [first[0], permuted[2], turns[1]]
 
 
 def without_seams(client: Client, oracle: Any, documents: Sequence[str]) -> list[Answer]:

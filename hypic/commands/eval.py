@@ -49,6 +49,10 @@ def evaluate(
     gates: Annotated[
         str | None, typer.Option(help="almanac, or a TOML or JSON file: exit with 1 if one is missed.")
     ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option("--chat/--plain", help="With the model's chat template (the default if it has one), or not."),
+    ] = None,
     min_segment: Annotated[int, typer.Option(min=0, help="Documents of fewer tokens are computed in place.")] = 0,
     probes: Annotated[int, typer.Option(min=0, help="Sets of documents that are looked at layer by layer.")] = 3,
     device: Annotated[str, typer.Option(help="Reference: cpu, or cuda.")] = "cpu",
@@ -78,7 +82,7 @@ def evaluate(
         bounds = load_gates(gates) if gates else ()
         model = model_path(args)
         codec = Codec(model)
-        loaded = load_data(data, codec, model, n, numbers(seeds))
+        loaded = load_data(data, codec, model, n, numbers(seeds), chat)
         tasks = tasks_of([item for _, items in loaded for item in items], codec, min_segment=min_segment)
         names = wanted_methods(methods, methods_of(bounds))
         runner, chosen, settings = make_runner(
@@ -134,7 +138,7 @@ def model_path(args: list[str]) -> Path:
 
 
 def load_data(
-    specs: list[str], codec: Codec, model: Path, n: int, seeds: list[int]
+    specs: list[str], codec: Codec, model: Path, n: int, seeds: list[int], chat: bool | None = None
 ) -> list[tuple[dict[str, Any], list[Any]]]:
     """What each data set says of itself, and its items, for each seed. Raises DataError."""
     from hypic.eval.data import Template, load
@@ -144,7 +148,7 @@ def load_data(
         context = (config.get("text_config") or config).get("max_position_embeddings")
     except (OSError, ValueError):
         context = None
-    template = Template(codec.tokenizer, context=context)
+    template = Template(codec.tokenizer, chat=chat, context=context)
     found: list[tuple[dict[str, Any], list[Any]]] = []
     seen: dict[str, Any] = {}
     for spec in specs:

@@ -61,7 +61,8 @@ def _pareto(pyplot: Any, summary: Summary) -> Any:
                 continue
             handles[family] = _points(axis, mine, family, colours[family])
         axis.set(title=f"{dataset} {kind}".rstrip(), xlabel="share of the prompt computed", ylabel=rows[0].metric)
-        axis.set_xlim(-0.03, 1.03)
+        if all(r.reused < 1 for r in rows):  # at least one token is always computed
+            axis.set_xscale("log")
         axis.grid(alpha=0.3)
     for axis in list(axes.flat)[len(panels) :]:
         axis.set_visible(False)

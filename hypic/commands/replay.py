@@ -94,7 +94,7 @@ def replay(
         float | None, typer.Option(min=1, help="Seconds in which all must end, starts of engines included.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Keep engines that --out has from the same trace and options.")
+        bool, typer.Option("--resume", help="Go on with what --out has from the same trace and options.")
     ] = False,
     capacity: Annotated[
         str | None,
@@ -278,7 +278,7 @@ def _resume(result: ReplayResult, out: Path | None) -> None:
     before = msgspec.json.decode(file.read_bytes(), type=ReplayResult)
     if before.digest != result.digest:
         raise ReplayError(f"--resume: {file} has another trace or other options; give another --out")
-    result.engines, result.selfcheck = [e for e in before.engines if not e.cut_short], before.selfcheck
+    result.engines, result.selfcheck = before.engines, before.selfcheck
 
 
 def _model(args: list[str], url: str | None) -> tuple[list[str], bool]:

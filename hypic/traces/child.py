@@ -27,6 +27,7 @@ class Order(msgspec.Struct, frozen=True):
     Attributes:
         name: of the engine. requests: a file of those of the trace that are used.
         deadline: `time.time()` at which all ends. out: folder for outcomes, or None.
+        before: what an earlier child that was cut short has left.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Order(msgspec.Struct, frozen=True):
     plan: Plan
     deadline: float | None
     out: str | None
+    before: EngineReplay | None = None
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -46,7 +48,7 @@ class Progress(msgspec.Struct, frozen=True):
 
 def run(order: Order, argv: list[str]) -> None:
     requests = list(read_native(Path(order.requests)))
-    result = EngineReplay(name=order.name, flags=argv, settings={})
+    result = order.before or EngineReplay(name=order.name, flags=argv, settings={})
     last = 0.0
 
     def tick(what: str, done: int, total: int) -> None:

@@ -227,7 +227,10 @@ async def fill(
             except Exception as e:
                 raise RuntimeError(f"request {due.number} of the warm-up failed: {e}") from e
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(at_once):
-            group.create_task(work())
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(at_once):
+                group.create_task(work())
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
     return time.perf_counter() <= deadline

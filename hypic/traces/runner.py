@@ -80,7 +80,7 @@ def replay(
     tick: Tick,
     keep: Keep,
 ) -> None:
-    """Fill `result.engines`; an engine that is there already stays as it is.
+    """Fill `result.engines`; of those that are there already, an engine that was cut short goes on if it is asked for.
 
     Args:
         deadline: `time.time()` at which all must have ended; each engine gets an equal share of what is left when it starts.
@@ -92,7 +92,8 @@ def replay(
     environ = dict(os.environ) | ({CPU_MODE: "1"} if cpu else {})
     if cpu:
         set_environment(environ, flag_value(argv, "--dtype"))
-    todo = [name for name in engines if name not in {e.name for e in result.engines}]
+    before = {e.name: e for e in result.engines}
+    todo = [name for name in engines if name not in before or before[name].cut_short]
     if selfcheck and "hypic" in todo:
         result.selfcheck = _selfcheck(argv, environ | config.to_env(), say)
     with tempfile.TemporaryDirectory(prefix="hypic-replay-") as scratch:
@@ -102,7 +103,8 @@ def replay(
             end = None
             if deadline is not None:
                 end = time.time() + (deadline - time.time()) / (len(todo) - i)
-            order = Order(name, str(file), result.plan, end and end - STOP_SECONDS, str(out) if out else None)
+            stop, folder = end and end - STOP_SECONDS, str(out) if out else None
+            order = Order(name, str(file), result.plan, stop, folder, before.get(name))
             env = environ | (config.to_env() if name == "hypic" else {"HYPIC_ENABLED": "0"})
             flags = [*argv, NO_CACHE] if name == "none" and NO_CACHE not in argv else argv
             _engine(order, flags, env, end, result, say, tick, keep)

@@ -19,19 +19,29 @@ class Found(NamedTuple):
 
 
 async def highest(
-    probe: Callable[[float], Awaitable[bool | None]], start: float, *, tolerance: float, probes: int
+    probe: Callable[[float], Awaitable[bool | None]],
+    start: float,
+    *,
+    tolerance: float,
+    probes: int,
+    passed: float | None = None,
+    failed: float | None = None,
 ) -> Found:
-    """Search from `start`.
+    """Search from `start`, or between `passed` and `failed` where an earlier search ended.
 
     Args:
         probe: whether a rate passes; None if it could not be tried, which ends the search.
         tolerance: end when the two bounds are no further apart than by this share.
         probes: how many rates are tried at most.
     """
-    passed: float | None = None
-    failed: float | None = None
-    rate = start
-    for _ in range(probes):
+    for tried in range(probes + 1):
+        if passed is not None and failed is not None and failed / passed <= 1 + tolerance:
+            return Found(passed, failed, "found")
+        rate = _between(passed, failed, start)
+        if not start * LOWEST <= rate <= start * HIGHEST:
+            return Found(passed, failed, "no bound in reach of the first rate")
+        if tried == probes:
+            break
         verdict = await probe(rate)
         if verdict is None:
             return Found(passed, failed, "out of time, or the client could not keep up")
@@ -39,14 +49,10 @@ async def highest(
             passed = rate
         else:
             failed = rate
-        if passed is None:
-            rate /= 2
-        elif failed is None:
-            rate *= 2
-        elif failed / passed <= 1 + tolerance:
-            return Found(passed, failed, "found")
-        else:
-            rate = math.sqrt(passed * failed)
-        if not start * LOWEST <= rate <= start * HIGHEST:
-            return Found(passed, failed, "no bound in reach of the first rate")
     return Found(passed, failed, f"after {probes} probes")
+
+
+def _between(passed: float | None, failed: float | None, start: float) -> float:
+    if passed is None:
+        return start if failed is None else failed / 2
+    return passed * 2 if failed is None else math.sqrt(passed * failed)

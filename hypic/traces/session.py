@@ -26,7 +26,7 @@ class OutOfTime(Exception):
 
 
 class Session:
-    """Runs a Plan on one target; results are put into `result` as they come.
+    """Runs a Plan on one target; results are put into `result` as they come, behind those that an earlier session left there.
 
     Args:
         requests: warm-up, then those that are timed.
@@ -68,7 +68,10 @@ class Session:
         plan = self._plan
         try:
             if plan.find:
-                found = await highest(self._probe, plan.start_qps, tolerance=plan.tolerance, probes=plan.probes)
+                found = await highest(
+                    self._probe, plan.start_qps, tolerance=plan.tolerance, probes=plan.probes,
+                    passed=self.result.highest, failed=self.result.failed,
+                )  # fmt: skip
                 self.result.highest, self.result.failed, self.result.search_end = found
             elif not plan.sweep:
                 await self._timed_run("replay", scaled(self._timed, plan.warmup, qps=plan.qps, speedup=plan.speedup))
@@ -76,7 +79,7 @@ class Session:
                 await self._sweep()
         except OutOfTime:
             pass
-        self.result.cut_short |= time.perf_counter() > self._deadline
+        self.result.cut_short = time.perf_counter() > self._deadline
         self._keep(self.result)
 
     async def _probe(self, qps: float) -> bool | None:
@@ -84,6 +87,11 @@ class Session:
             run = await self._timed_run("probe", scaled(self._timed, self._plan.warmup, qps=qps), qps)
         except OutOfTime:
             return None
+        if run.passed:
+            self.result.highest = qps
+        elif run.passed is False:
+            self.result.failed = qps
+        self._keep(self.result)
         return run.passed
 
     async def _timed_run(self, kind: Literal["replay", "probe"], due: list[Due], qps: float | None = None) -> Run:
@@ -109,7 +117,8 @@ class Session:
         plan = self._plan
         first_turns = [r for r in self._timed if not r.turn and any(not s.plain for s in r.segments)]
         requests = first_turns[: plan.sweep_requests]
-        for share in plan.sweep:
+        had = {r.share for r in self.result.runs if r.end == "complete"}
+        for share in (s for s in plan.sweep if s not in had):
             rng = random.Random(f"{plan.seed}:sweep")  # the same order of choice for every share
             mixed = [share_cached(r, share, rng, f"{share}.{i}") for i, r in enumerate(requests)]
             warm = holding([r for r, _ in mixed], [kept for _, kept in mixed], rng)

@@ -131,6 +131,17 @@ def test_a_budget_ends_a_search_with_what_it_has() -> None:
     assert kept == sorted(kept) and kept[-1] == len(found.runs)
 
 
+def test_a_search_that_was_cut_short_goes_on() -> None:
+    plan = Plan(warmup=0, requests=5, find=True, start_qps=1000, probes=2, slo=Slo(ttft=9.0), max_lag=5)
+    result = session(Timed(0.001), trace(5), plan)
+    assert [r.qps for r in result.runs] == [1000, 2000]
+    asyncio.run(Session(Timed(0.001), MAKER, trace(5), plan, result).run())
+    assert [r.qps for r in result.runs] == [1000, 2000, 4000, 8000] and result.highest == 8000
+    result.failed = 8100
+    asyncio.run(Session(Timed(0.001), MAKER, trace(5), plan, result).run())
+    assert len(result.runs) == 4 and result.search_end == "found"
+
+
 def test_a_late_client_gives_no_verdict() -> None:
     class Blocking(Timed):
         async def ask(self, prompt: Prompt, new_tokens: int) -> AsyncIterator[Seen]:
@@ -146,7 +157,7 @@ def test_the_sweep_caches_the_share_it_says() -> None:
     requests = [
         request(*((f"d{i}.{j}", 60 + 10 * j) for j in range(8)), rest=4, turn=0, conversation=i) for i in range(3)
     ]
-    later = [msgspec.structs.replace(r, turn=1) for r in requests]
+    later = request(("other", 500), turn=1, conversation=9)
 
     class Cache(Timed):
         """Remembers segments, and says how many tokens of a prompt it had."""
@@ -163,7 +174,7 @@ def test_the_sweep_caches_the_share_it_says() -> None:
             self.known = set()
 
     plan = Plan(requests=9, sweep=(0.0, 0.25, 0.5, 1.0), sweep_requests=3, max_lag=5)
-    found = session(Cache(0), later[:1] + requests, plan)
+    found = session(Cache(0), [later, *requests], plan)
     assert [r.share for r in found.runs] == [0.0, 0.25, 0.5, 1.0]
     for run in found.runs:
         segments = 3 * sum(60 + 10 * j for j in range(8))

@@ -87,3 +87,11 @@ def test_a_header_ends_the_prefix_cache_and_not_ours() -> None:
 def test_nothing_behind_the_warm_up() -> None:
     with pytest.raises(ValueError, match="warm-up of 3"):
         summarise([request(("a", 100))], warmup=3)
+
+
+def test_the_table_of_the_readme_is_what_the_spec_gives() -> None:
+    (row,) = [r for r in (TRACES / "README.md").read_text().splitlines() if r.startswith("| `rag-production`")]
+    limit = Capacity(24 << 30, per_segment=60 << 20, per_token=20 << 10)
+    found = summarise(generate(read_spec(TRACES / "rag-production.toml")), warmup=1000, capacity=limit)
+    shares = [f"{100 * s:.0f}%" for s in (found.prefix, found.pic, found.pic_capacity or 0)]
+    assert [c.strip() for c in row.split("|")[3:7]] == [f"{found.input.mean:,.0f}", *shares]

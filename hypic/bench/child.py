@@ -48,8 +48,8 @@ def launched(argv: list[str]) -> Iterator[tuple[Any, dict[str, Any], float]]:
         engine.shutdown()
 
 
-def run(name: str, plan: Plan, argv: list[str]) -> EngineRun:
-    """Start the engine of `argv`, time the plan; a line of progress per case."""
+def run(name: str, plan: Plan, argv: list[str]) -> Iterator[EngineRun]:
+    """Start the engine of `argv`, time the plan; yields what there is after each case, so that nothing timed is lost."""
     with launched(argv) as (engine, settings, ready):
         client, timings = Client(engine, name == "hypic"), []
         for suite in (s for s in plan.suites if s in SUITES):
@@ -59,9 +59,9 @@ def run(name: str, plan: Plan, argv: list[str]) -> EngineRun:
                     f"{name} {suite} {timing.case}: {timing.median:.1f} {timing.unit} {timing.cached[-1:]}", flush=True
                 )
                 timings.append(timing)
-    return EngineRun(name=name, flags=argv, settings=settings, start_seconds=ready, timings=timings)
+                yield EngineRun(name=name, flags=argv, settings=settings, start_seconds=ready, timings=timings)
 
 
 if __name__ == "__main__":
-    found = run(sys.argv[1], msgspec.json.decode(sys.argv[2], type=Plan), sys.argv[3:])
-    print(RESULT + msgspec.json.encode(found, enc_hook=str).decode(), flush=True)
+    for found in run(sys.argv[1], msgspec.json.decode(sys.argv[2], type=Plan), sys.argv[3:]):
+        print(RESULT + msgspec.json.encode(found, enc_hook=str).decode(), flush=True)

@@ -9,7 +9,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,35 +85,36 @@ def run_bench(
         say(f"{name}: starting {shlex.join(flags)}")
         role = "hypic" if name == "hypic" else "stock"
         command = ["hypic.bench.child", role, msgspec.json.encode(plan).decode()]
-        result.engines.append(_child(name, [*command, *flags], env, say))
-        timings = [t for r in result.engines for t in r.timings]
-        result.fit = fit([t for t in timings if t.suite == "scale"])
-        keep(result)
+        for found in _child(name, [*command, *flags], env, say):
+            result.engines = [*(e for e in result.engines if e.name != name), found]
+            result.fit = fit([t for e in result.engines for t in e.timings if t.suite == "scale"])
+            keep(result)
     if KERNELS in plan.suites:
         say(f"kernels: {shlex.join(argv)}")
         command = ["hypic.bench.kernels", msgspec.json.encode(plan).decode(), msgspec.json.encode(config).decode()]
-        result.engines.append(_child("kernels", [*command, *argv], ours | {"HYPIC_ENABLED": "0"}, say))
+        result.engines += list(_child("kernels", [*command, *argv], ours | {"HYPIC_ENABLED": "0"}, say))[-1:]
         spent = compile_milliseconds(result.engines[-1].timings, plan.workload)
-        found = (t for e in result.engines if e.name == "hypic" for t in e.timings)
-        cold = [t.median for t in found if (t.suite, t.case) == ("ttft", "cold")]
+        ours_timed = (t for e in result.engines if e.name == "hypic" for t in e.timings)
+        cold = [t.median for t in ours_timed if (t.suite, t.case) == ("ttft", "cold")]
         result.artifact_share = spent / cold[0] if spent and cold else None
         keep(result)
     return result
 
 
-def _child(name: str, module: list[str], env: Mapping[str, str], say: Callable[[str], None]) -> EngineRun:
-    """Run a module with its arguments, pass its lines on, and take the result out of them."""
-    found = None
+def _child(name: str, module: list[str], env: Mapping[str, str], say: Callable[[str], None]) -> Iterator[EngineRun]:
+    """Run a module with its arguments, pass its lines on, and yield the results among them, each with more than the last."""
     with subprocess.Popen([sys.executable, "-m", *module], env=dict(env), stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         for line in child.stdout:
             if line.startswith(RESULT):
                 found = msgspec.json.decode(line[len(RESULT) :], type=EngineRun)
+                yield msgspec.structs.replace(found, name=name)
             else:
                 say(line.rstrip())
-    if found is None:
-        raise BenchError(f"{name!r} ended with exit code {child.returncode} and without a result; see its log above")
-    return msgspec.structs.replace(found, name=name)
+    if child.returncode:
+        raise BenchError(
+            f"{name!r} ended with exit code {child.returncode}; see its log above. What it had timed is kept with --out"
+        )
 
 
 def _selfcheck(argv: list[str], env: Mapping[str, str], say: Callable[[str], None]) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def bench(
     if not any(a.startswith("--log-level") for a in argv):
         argv += ["--log-level", "warning"]
     work = Workload(system, segments, segment_tokens, query, reps, seed)
-    grid = [(n, m) for n in many for m in long if n * m <= MAX_SCALE_TOKENS]
+    grid = [(n, m) for n in many for m in long if system + n * m + query <= MAX_SCALE_TOKENS]
     plan = Plan(tuple(wanted), work, config.seam_window, tuple(grid), tuple(at_once))
     if out:
         try:

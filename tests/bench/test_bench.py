@@ -145,6 +145,16 @@ def test_for_real(tiny_model: Any, tmp_path: Path) -> None:
     assert result["versions"]["sglang"] and engine["settings"]["dtype"]
 
 
+def test_what_was_timed_before_an_engine_fails_is_kept(tiny_model: Any, tmp_path: Path) -> None:
+    """An arena without room: the cold case is timed, then the warm one is not warm."""
+    options = "--engines hypic --segments 2 --segment-tokens 80 --system 3 --query 5 --reps 1 --hypic-memory 16KiB"
+    command = ["bench", str(tiny_model("llama")), *options.split(), "--no-selfcheck", "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 1 and "exit code 1" in done.output
+    (engine,) = json.loads((tmp_path / "bench.json").read_text())["engines"]
+    assert [t["case"] for t in engine["timings"]] == ["cold"]
+
+
 def test_kernels_of_a_linear_layer_are_timed_and_add_up() -> None:
     linear = LinearShape((0, 1, 2), heads=4, d_k=16, d_v=24, conv_channels=160, conv_width=3, conv_dtype="float32")
     full = FullShape((3,), heads=1, d_k=32, d_v=32, dtype="float32")

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from hypic.traces.figures import Quantiles
 from hypic.traces.result import EngineReplay, ReplayResult, Run
+from hypic.traces.search import FOUND
 from hypic.traces.summary import Spread, Summary
 
 FAILED = "failed"
@@ -88,10 +89,11 @@ def _rates(result: ReplayResult) -> Table:
     for column in ("QPS kept", "QPS lost", "of prefix cache", "of no cache", "saved there"):
         table.add_column(column, justify="right")
     table.add_column("search")
-    rates = {e.name: e.highest for e in result.engines}
+    found = {e.name: e.highest for e in result.engines if e.search_end == FOUND}
     for engine in result.engines:
         own = engine.highest
-        ratios = [f"{own / other:.2f}x" if own and (other := rates.get(name)) else "" for name in ("prefix", "none")]
+        other = [found.get(name) if engine.name in found else None for name in ("prefix", "none")]
+        ratios = [f"{own / o:.2f}x" if own and o else "" for o in other]  # an unfinished search has no ratio
         there = [r for r in engine.runs if r.passed and r.qps == own]
         saved = _percent(there[-1].figures.cached) if there else ""
         kept, lost = (f"{q:.2f}" if q else "-" for q in (own, engine.failed))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
+FOUND = "found"
 LOWEST, HIGHEST = 1 / 64, 1024
 """How far below and above its start a search goes."""
 
@@ -36,7 +37,7 @@ async def highest(
     """
     for tried in range(probes + 1):
         if passed is not None and failed is not None and failed / passed <= 1 + tolerance:
-            return Found(passed, failed, "found")
+            return Found(passed, failed, FOUND)
         rate = _between(passed, failed, start)
         if not start * LOWEST <= rate <= start * HIGHEST:
             return Found(passed, failed, "no bound in reach of the first rate")

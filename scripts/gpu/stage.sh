@@ -46,7 +46,7 @@ case $stage in
     # One engine in a call: ENGINES=hypic, then prefix, then none; the second and third go on in OUT_DIR.
     python3 -m hypic replay "$model" "${shape[@]}" --generate "${SPEC:-traces/rag-production.toml}" --resume --out "$out" \
       --engines "${ENGINES:-hypic,prefix,none}" --find-qps --slo-ttft 1.0 --start-qps 2 --tolerance 0.15 --warmup 60 \
-      --requests 120 --seconds 30 --budget "${BUDGET:-450}" --no-selfcheck --hypic-memory 24GiB --context-length 40960 \
+      --requests 300 --seconds 30 --budget "${BUDGET:-450}" --no-selfcheck --hypic-memory 24GiB --context-length 40960 \
       --max-running-requests 64 --cuda-graph-max-bs-decode 64 2>&1 | quiet | tee -a "$out/replay.log"
     ;;
   *)

@@ -120,11 +120,18 @@ def test_what_came_back_is_shown(tmp_path: Path) -> None:
     slow, fast = session(Timed(0.03, at_once=1), used, plan), session(Timed(0.001), used, plan)
     result.engines = [msgspec.structs.replace(fast, name="hypic"), msgspec.structs.replace(slow, name="prefix")]
     result.engines.append(EngineReplay(name="none", flags=[], settings={}, cut_short=True))
+    assert [e.search_end for e in result.engines] == ["after 3 probes", "after 3 probes", None]
     *_, rates = tables(result)
     cells = [list(c.cells) for c in rates.columns]
-    assert cells[0] == ["hypic", "prefix", "none"] and cells[1][2] == "-" and cells[3][2] == ""
-    ours, theirs = (e.highest for e in result.engines[:2])
-    assert ours and (cells[3][0] == f"{ours / theirs:.2f}x" if theirs else cells[3][0] == "")
+    assert cells[0] == ["hypic", "prefix", "none"] and cells[1][2] == "-"
+    assert cells[3] == cells[4] == ["", "", ""], "an unfinished search has no ratio"
+    ours = result.engines[0].highest
+    ended = [
+        msgspec.structs.replace(e, highest=q, search_end="found")
+        for e, q in zip(result.engines, (6.0, 2.0, 1.5), strict=True)
+    ]
+    *_, rates = tables(msgspec.structs.replace(result, engines=ended))
+    assert [list(c.cells) for c in rates.columns][3:5] == [["3.00x", "1.00x", "0.75x"], ["4.00x", "1.33x", "1.00x"]]
     best = shown(result.engines[0])
     assert best is not None and best.qps == ours
     pytest.importorskip("matplotlib")

@@ -84,7 +84,10 @@ def replay(
     tolerance: Annotated[float, typer.Option(min=0.01, help="End when kept and lost rate are this close.")] = 0.1,
     probes: Annotated[int, typer.Option(min=1, help="Rates to try at most, on each engine.")] = 12,
     sweep_cached: Annotated[
-        str | None, typer.Option(help="Also time one request at a time with these percentages of it cached.")
+        str | None,
+        typer.Option(
+            help="Time one request at a time with these percentages of it cached; beside --qps or --find-qps."
+        ),
     ] = None,
     sweep_requests: Annotated[int, typer.Option(min=1, help="How many for each percentage.")] = 10,
     max_lag: Annotated[

@@ -73,7 +73,7 @@ class Session:
                     passed=self.result.highest, failed=self.result.failed,
                 )  # fmt: skip
                 self.result.highest, self.result.failed, self.result.search_end = found
-            elif not plan.sweep:
+            elif plan.qps is not None or not plan.sweep:
                 await self._timed_run("replay", scaled(self._timed, plan.warmup, qps=plan.qps, speedup=plan.speedup))
             if plan.sweep:
                 await self._sweep()

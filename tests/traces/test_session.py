@@ -182,6 +182,15 @@ def test_the_sweep_caches_the_share_it_says() -> None:
     assert found.runs[0].figures.cached == 0 and found.runs[3].figures.prompt_tokens == segments + 12
 
 
+def test_a_sweep_stands_alone_or_beside_a_rate() -> None:
+    requests = [request((f"d{i}", 100), at=10.0 * i) for i in range(3)]
+    kinds = {
+        qps: [r.kind for r in session(Timed(0.001), requests, Plan(qps=qps, sweep=(1.0,), max_lag=5)).runs]
+        for qps in (None, 50.0)
+    }
+    assert kinds == {None: ["sweep"], 50.0: ["replay", "sweep"]}
+
+
 def test_a_larger_share_caches_the_same_and_more() -> None:
     one = request(*((f"d{j}", 50) for j in range(10)), ("(q)", 9))
     kept = [share_cached(one, s, random.Random(1), "n")[1] for s in (0.2, 0.5, 1.0)]

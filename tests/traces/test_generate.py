@@ -129,6 +129,20 @@ def test_a_prompt_over_budget_loses_its_last_documents() -> None:
     assert shorter > 50
 
 
+def test_new_documents_make_room_before_old_turns_do() -> None:
+    added = Lengths(4, 0.1, 4, 4)
+    spec = tiny(requests=200, chat={"replacing": 0.0, "turns": 5.0, "added": added}, prompt={"budget": 900})
+    shortened, oldest = 0, dict[object, object]()
+    for r in generate(spec):
+        said = [s for s in r.segments if str(s.id).startswith("c")]
+        behind = r.segments[r.segments.index(said[-2]) + 1 : -1] if len(said) > 1 else []
+        if said[0].id != oldest.setdefault(r.conversation, said[0].id):
+            oldest[r.conversation] = said[0].id
+            assert len(behind) <= 1, "a turn was left out for want of room, and yet this one keeps what it retrieved"
+            shortened += 1
+    assert shortened > 10
+
+
 def test_headers_tenants_and_new_documents() -> None:
     requests = list(generate(tiny(requests=300, tenants=3, corpus={"replaced_per_hour": 300.0})))
     assert len({r.segments[0].id for r in requests}) == 300, "a header is new in every request"

@@ -65,13 +65,13 @@ def test_the_search_ends_when_it_cannot_go_on() -> None:
 
 
 def test_the_highest_rate_of_a_server_that_is_known() -> None:
-    """One request at a time, 20 ms each: at q per second the last of 60 waits 60 (20 ms - 1/q), 0.23 s at q = 62.
+    """One request at a time, 20 ms each: at q per second the last of 40 waits 40 (20 ms - 1/q), 0.23 s at q = 70.
 
     A busy machine serves fewer; a client that waited for answers would find no bound at all.
     """
-    plan = Plan(warmup=2, requests=60, find=True, start_qps=20, tolerance=0.25, slo=Slo(ttft=0.25), max_lag=5)
+    plan = Plan(warmup=2, requests=40, find=True, start_qps=40, tolerance=0.25, slo=Slo(ttft=0.25), max_lag=5)
     target = Timed(0.02, at_once=1)
-    found = session(target, trace(62), plan)
+    found = session(target, trace(42), plan)
     assert found.search_end == "found" and found.highest is not None and found.failed is not None
     assert 5 < found.highest < 80 and found.failed <= 1.25 * found.highest
     assert target.flushed == len(found.runs)

@@ -35,6 +35,7 @@ COMPILE_TOKENS = 8192
 """Of one forward pass: SGLang's chunk on a GPU."""
 _COPY_BYTES = 1 << 30
 _FLUSH_BYTES = 256 << 20
+_SLEEP_CYCLES = 4_000_000  # about 2 ms
 
 
 class Bench:
@@ -60,13 +61,17 @@ class Bench:
         return arena
 
     def timing(self, case: str, run: Callable[[], Any], **shape: int) -> Timing:
-        """``run`` in ms, after three that warm up, each with the cache flushed."""
+        """``run`` in ms, after three that warm up, each with the cache flushed.
+
+        On a GPU the device sleeps first, so that all launches are queued when it begins: their latency is no part of the time.
+        """
         values = []
         for i in range(self.work.reps + 3):
             self.flush.zero_()
             if self.device == "cuda":
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 torch.cuda.synchronize()
+                torch.cuda._sleep(_SLEEP_CYCLES)
                 begin.record()
                 run()
                 end.record()

@@ -94,7 +94,7 @@ def run(
         data=digest(items),
         seeds=list(seeds),
         kl_over=runner.kl_over,
-        command=sys.argv,
+        command=["hypic", *sys.argv[1:]],
         versions=_versions(),
         machine=_machine(),
     )

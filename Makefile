@@ -50,6 +50,7 @@ demo: setup
 
 # A sample of the method table on the trained model; fails if a gate of models/almanac is missed.
 eval: setup
+	rm -rf build/eval
 	$(PY) -m hypic eval models/almanac --data almanac --n 160 --seeds 0 --gates almanac --out build/eval
 
 freeze:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from hypic.commands.bench import TABLE_WIDTH
@@ -71,7 +72,7 @@ def evaluate(
     from hypic.eval.reference import ModelError
     from hypic.eval.run import RunError, run
     from hypic.eval.served import ServedError
-    from hypic.eval.tasks import tasks_of
+    from hypic.eval.tasks import NotFinite, tasks_of
 
     console = Console(stderr=True)
 
@@ -100,7 +101,7 @@ def evaluate(
         )
     except (DataError, GateError, MethodError, ModelError, PromptError, ConfigError, ServeError) as e:
         raise typer.BadParameter(str(e)) from None
-    except (RunError, ServedError, OSError) as e:
+    except (RunError, ServedError, NotFinite, OSError) as e:
         console.print(f"hypic eval: {e}", style="red", markup=False)
         raise typer.Exit(1) from None
     meta = msgspec.to_builtins(results.header) | {
@@ -243,7 +244,7 @@ def show(summary: Summary, verdicts: list[Verdict], console: Console) -> None:
         console.print(table)
     for v in verdicts:
         word = "[green]met   [/]" if v.met else "[red]MISSED[/]"
-        console.print(f"{word} {v.gate.name}: {v.value:.4g}")
+        console.print(f"{word} {escape(v.gate.name)}: {v.value:.4g}")
 
 
 def list_methods() -> None:

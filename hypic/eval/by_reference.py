@@ -11,7 +11,17 @@ from hypic.eval.methods import CLOSED_BOOK, FULL, PREFIX, Method
 from hypic.eval.prompt import Codec
 from hypic.eval.reference import Answer, Model, Reference
 from hypic.eval.reference.probing import probe
-from hypic.eval.tasks import Done, PrefixCache, Task, as_prefix, by_documents, kl_and_agreement, linked, outcome
+from hypic.eval.tasks import (
+    Done,
+    NotFinite,
+    PrefixCache,
+    Task,
+    as_prefix,
+    by_documents,
+    kl_and_agreement,
+    linked,
+    outcome,
+)
 
 
 class ByReference:
@@ -73,4 +83,8 @@ class ByReference:
             answer = self.reference.answer(FULL, task.closed_book, **limits)
         else:
             answer = self.reference.answer(method, task.prompt, **limits, forced=forced)
+        if answer.logprobs.isnan().any():
+            raise NotFinite(
+                f"{task.item.id}, {method.name}: the model's log-probabilities are NaN; are its weights damaged?"
+            )
         return answer, time.perf_counter() - began

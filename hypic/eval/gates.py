@@ -10,6 +10,7 @@ at_most = 2
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -95,7 +96,15 @@ def load(name: str) -> tuple[Gate, ...]:
         raise GateError(f"{name}: {e.strerror}; give a .toml or .json file, or {', '.join(BUILT_IN)}") from None
     except msgspec.MsgspecError as e:
         raise GateError(f"{name}: {e}") from None
+    if not found:
+        raise GateError(f"{name}: there are no gates in it; leave --gates out, or write one")
     for gate in found:
+        low, high = (
+            (-math.inf if gate.at_least is None else gate.at_least),
+            (math.inf if gate.at_most is None else gate.at_most),
+        )
+        if not low <= high:
+            raise GateError(f"{name}: gate {gate.name!r}: no value is at least {low} and at most {high}")
         if gate.at_least is None and gate.at_most is None:
             raise GateError(f"{name}: gate {gate.name!r} has neither at_least nor at_most")
         try:

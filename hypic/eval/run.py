@@ -30,6 +30,7 @@ class Header(msgspec.Struct, kw_only=True):
         data: a digest of all items. seeds: of the data.
         kl_over: what KL is a sum over.
         command, versions, machine: how to make it again.
+        weights: digest of the names, sizes and times of the model's files.
     """
 
     model: str
@@ -41,9 +42,10 @@ class Header(msgspec.Struct, kw_only=True):
     command: list[str]
     versions: dict[str, str]
     machine: dict[str, str]
+    weights: str = ""
 
     def same_run(self, other: Header) -> bool:
-        names = ("model", "engine", "settings", "data", "versions")
+        names = ("model", "weights", "engine", "settings", "data", "versions")
         return all(getattr(self, n) == getattr(other, n) for n in names)
 
 
@@ -97,6 +99,7 @@ def run(
         command=["hypic", *sys.argv[1:]],
         versions=_versions(),
         machine=_machine(),
+        weights=_weights(Path(model)),
     )
     path = out / FILE
     out.mkdir(parents=True, exist_ok=True)
@@ -120,6 +123,13 @@ def run(
                 if len(results.outcomes) % max(1, total // 20) == 0:
                     say(f"{len(results.outcomes)} of {total} answers")
     return wanted(results, tasks, methods)
+
+
+def _weights(model: Path) -> str:
+    """Retrained or damaged weights under the same name are another model."""
+    files = sorted(p for p in (model.iterdir() if model.is_dir() else [model]) if p.is_file())
+    about = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    return hashlib.sha256(repr(about).encode()).hexdigest()[:16]
 
 
 def wanted(results: Results, tasks: Sequence[Task], methods: Sequence[Method]) -> Results:

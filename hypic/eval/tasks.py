@@ -54,6 +54,10 @@ def by_documents(tasks: Sequence[Task]) -> Iterator[list[Task]]:
         yield list(group)
 
 
+class NotFinite(ArithmeticError):
+    """The model gave NaN; the text says where."""
+
+
 def kl_and_agreement(full: Tensor, other: Tensor) -> tuple[tuple[float, ...], tuple[bool, ...]]:
     """Per row of log-probabilities [n, vocab]: KL from ``full`` to ``other`` in nats, and whether both peak at one token."""
     kl = torch.where(full > -torch.inf, full.exp() * (full - other), 0.0).sum(-1).clamp_min(0)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from hypic.check.oracle import ARCHITECTURES
@@ -72,9 +73,15 @@ def _load(path: Path, dtype: torch.dtype) -> Any:
             name = next((n for n in names if n in ARCHITECTURES), str(names))
             if name in ARCHITECTURES:
                 cls = getattr(transformers, name)
-                model = cls.from_pretrained(path, dtype=dtype, local_files_only=True)
-    except (OSError, ValueError) as e:
-        raise ModelError(f"{path}: cannot be read as a model: {e}") from None
+                model, info = cls.from_pretrained(path, dtype=dtype, local_files_only=True, output_loading_info=True)
+                if missing := sorted(info["missing_keys"]):
+                    raise ModelError(
+                        f"{path}: its files lack the weights {', '.join(missing[:5])}: fetch or export it anew"
+                    )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as e:
+        if isinstance(e, ModelError):
+            raise
+        raise ModelError(f"{path}: cannot be read as a model: {e}; fetch or export it anew") from None
     if name not in ARCHITECTURES:
         raise ModelError(f"{path}: architecture {name} is unknown to the reference, which has {list(ARCHITECTURES)}")
     return model.eval()

@@ -74,7 +74,7 @@ class HypicConfig(msgspec.Struct, frozen=True, kw_only=True):
 def artifact_state_dtype(setting: str, model: str) -> str:
     """The type of T and S for the setting and the model's type: "auto" takes float32 for float32, else bfloat16.
 
-    Rounding both to bfloat16 (u = 2^-9) changes a join h T + S by at most u (|h T| + |S|). T is a product of contractions, so
+    Rounding both to bfloat16 (u = 2^-8) changes a join h T + S by at most u (|h T| + |S|). T is a product of contractions, so
     errors of earlier joins do not grow: after n joins they add up to at most u times the sum of those norms (docs/SEMANTICS.md).
     """
     if setting == "auto":

@@ -13,12 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from hypic.eval.methods import MethodError, method
-from hypic.eval.summary import Row, Summary
+
+if TYPE_CHECKING:
+    from hypic.eval.summary import Row, Summary
 
 Measure = Literal["score", "kl", "agreement"]
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from hypic.traces.play import Outcome, Played
 
@@ -103,7 +102,9 @@ def figures(played: Played, slo: Slo, max_lag: float) -> Figures:
         output_tokens=sum(o.tokens for o in ok),
         cached=sum(o.cached for o in ok) / prompt if prompt else 0.0,
         first_errors=list(dict.fromkeys(o.error for o in outcomes if o.error))[:3],
-        ttft_cdf=[quantile([o.ttft for o in outcomes], q) for q in np.linspace(0, 100, CDF_POINTS)],
+        ttft_cdf=[
+            quantile([o.ttft for o in outcomes], q) for q in (100 * i / (CDF_POINTS - 1) for i in range(CDF_POINTS))
+        ],
     )
 
 

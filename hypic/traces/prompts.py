@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hypic.bench.workload import FIRST_TOKEN
 from hypic.traces.format import Span, TraceRequest
+
+if TYPE_CHECKING:
+    import numpy as np
 
 CACHED_TOKENS = 1 << 25
 
@@ -42,6 +43,8 @@ class PromptMaker:
         Raises:
             ValueError: a span has text, and there is no tokenizer.
         """
+        import numpy as np  # late: `hypic --help` need not wait for it
+
         pieces, bounds, at = [], [], 0
         for span in request.segments:
             ids = self._span(span)
@@ -55,6 +58,8 @@ class PromptMaker:
         return Prompt(np.concatenate(pieces).tolist(), bounds, request.tenant)
 
     def _span(self, span: Span) -> np.ndarray:
+        import numpy as np
+
         known = self._known.get(key := (span.id, span.len))
         if known is not None:
             self._known.move_to_end(key)
@@ -74,5 +79,7 @@ class PromptMaker:
         return ids
 
     def _draw(self, name: str, n: int) -> np.ndarray:
+        import numpy as np
+
         digest = hashlib.blake2b(f"{self._seed} {name}".encode(), digest_size=16).digest()
         return np.random.default_rng(int.from_bytes(digest, "little")).integers(self._first, self._vocab, n)

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from hypic.traces.format import TraceRequest
 
@@ -166,6 +165,8 @@ class _Store:
 
 
 def _spread(values: list[int]) -> Spread:
+    import numpy as np  # late: `hypic --help` need not wait for it
+
     array = np.array(values)
     p50, p95 = (float(np.percentile(array, p, method="inverted_cdf")) for p in (50, 95))
     return Spread(float(array.mean()), p50, p95, float(array.max()))

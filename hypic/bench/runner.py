@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
-import platform
 import shlex
 import subprocess
 import sys
@@ -17,6 +15,7 @@ import msgspec
 
 from hypic.bench.child import RESULT
 from hypic.bench.kernels import compile_milliseconds
+from hypic.bench.provenance import machine, versions
 from hypic.bench.report import fit
 from hypic.bench.result import BenchResult, EngineRun
 from hypic.bench.suites import KERNELS, Plan
@@ -33,7 +32,6 @@ KEPT_FLAGS = (
 )  # fmt: skip
 """Flags that decide how a link is computed, and some that make engines start faster: the self-check gets them too."""
 BARE_FLAGS = ("--disable-flashinfer-autotune",)
-PACKAGES = ("hypic", "sglang", "torch", "triton", "flashinfer-python", "sglang-kernel", "transformers")
 
 
 class BenchError(RuntimeError):
@@ -66,14 +64,14 @@ def run_bench(
     environ = dict(os.environ) | ({CPU_MODE: "1"} if cpu else {})
     if cpu:
         set_environment(environ, flag_value(argv, "--dtype"))
-    checks = _selfcheck(argv, environ | config.to_env(), say) if selfcheck and "hypic" in engines else {}
+    checks = check_first(argv, environ | config.to_env(), say) if selfcheck and "hypic" in engines else {}
     ours, stock = environ | config.to_env(), environ | {"HYPIC_ENABLED": "0"}
     todo = [(f"stock {more}", [*argv, *shlex.split(more)], stock) for more in baselines]
     todo += [(name, argv, ours if name == "hypic" else stock) for name in engines]
     result = BenchResult(
         command=sys.argv,
-        versions=_versions(),
-        machine=_machine(),
+        versions=versions(),
+        machine=machine(),
         workload=msgspec.to_builtins(plan.workload),
         seam_window=plan.seam_window,
         selfcheck=checks,
@@ -117,7 +115,7 @@ def _child(name: str, module: list[str], env: Mapping[str, str], say: Callable[[
         )
 
 
-def _selfcheck(argv: list[str], env: Mapping[str, str], say: Callable[[str], None]) -> dict[str, Any]:
+def check_first(argv: list[str], env: Mapping[str, str], say: Callable[[str], None]) -> dict[str, Any]:
     """`hypic selfcheck` on a tiny model of the same kind, under the flags that decide how a link is computed."""
     from hypic.check.tiny_models import build
 
@@ -158,22 +156,3 @@ def tiny_kind(model: Path) -> str:
     except (OSError, ValueError, KeyError):
         kind = ""
     return next((name for name in (kind, kind.removesuffix("moe")) if name in NAMES), "qwen35")
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def _machine() -> dict[str, str]:
-    import torch
-
-    found = {"cpu": platform.processor() or platform.machine(), "cores": str(os.cpu_count())}
-    if torch.cuda.is_available():
-        found |= {"gpu": torch.cuda.get_device_name(0), "gpus": str(torch.cuda.device_count())}
-    return found

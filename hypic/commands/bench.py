@@ -14,7 +14,7 @@ from hypic.bench.result import BenchResult
 from hypic.bench.suites import KERNELS, MAX_SCALE_TOKENS, SUITES, TOGETHER, Plan
 from hypic.bench.workload import Workload
 from hypic.commands.flags import setting, take_hypic_flags
-from hypic.commands.serve import ServeError, flag_value, sglang_argv, wants_cpu
+from hypic.commands.serve import ServeError, timed_argv, wants_cpu
 from hypic.config import ConfigError, from_env
 
 SEGMENT_COUNTS = "4,16,64,128"
@@ -64,15 +64,10 @@ def bench(
     try:
         more = {"memory": setting("memory", memory)} if memory else {}
         rest, config = take_hypic_flags(args, msgspec.structs.replace(from_env(), enabled=True, **more))
-        argv = sglang_argv(rest)
+        argv = timed_argv(rest)
         cpu = wants_cpu(argv, os.environ)
     except (ConfigError, ServeError) as e:
         raise typer.BadParameter(str(e)) from None
-    model = flag_value(argv, "--model-path")
-    if model is None or (model.startswith(("/", ".")) and not (Path(model) / "config.json").is_file()):
-        raise typer.BadParameter(f"MODEL {model or 'is missing'}: name a model, or a folder with a config.json")
-    if not any(a.startswith("--log-level") for a in argv):
-        argv += ["--log-level", "warning"]
     work = Workload(system, segments, segment_tokens, query, reps, seed)
     grid = [(n, m) for n in many for m in long if system + n * m + query <= MAX_SCALE_TOKENS]
     plan = Plan(tuple(wanted), work, config.seam_window, tuple(grid), tuple(at_once))

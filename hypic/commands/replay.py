@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hypic.commands.flags import setting, take_hypic_flags
-from hypic.commands.serve import ServeError, flag_value, sglang_argv, wants_cpu
+from hypic.commands.serve import ServeError, timed_argv, wants_cpu
 from hypic.config import ConfigError, HypicConfig, from_env
 from hypic.traces.figures import Slo
 from hypic.traces.format import TraceError, TraceRequest, write
@@ -290,12 +290,7 @@ def _model(args: list[str], url: str | None) -> tuple[list[str], bool]:
         if args:
             raise typer.BadParameter("give MODEL or --url, not both")
         return [], False
-    argv = sglang_argv(args)
-    model = flag_value(argv, "--model-path")
-    if model is None or (model.startswith(("/", ".")) and not (Path(model) / "config.json").is_file()):
-        raise typer.BadParameter(f"MODEL {model or 'is missing'}: name a model, or a folder with a config.json")
-    if not any(a.startswith("--log-level") for a in argv):
-        argv += ["--log-level", "warning"]
+    argv = timed_argv(args)
     return argv, wants_cpu(argv, os.environ)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -158,6 +159,17 @@ def wants_cpu(argv: Sequence[str], environ: MutableMapping[str, str]) -> bool:
     except ImportError:
         raise ServeError(_NO_SGLANG.format(missing="torch")) from None
     return not torch.accelerator.is_available()
+
+
+def timed_argv(args: list[str]) -> list[str]:
+    """:func:`sglang_argv` for an engine that is timed: it must name a model, and its log is quiet. Raises ServeError."""
+    argv = sglang_argv(args)
+    model = flag_value(argv, "--model-path")
+    if model is None or (model.startswith(("/", ".")) and not (Path(model) / "config.json").is_file()):
+        raise ServeError(f"MODEL {model or 'is missing'}: name a model, or a folder with a config.json")
+    if not any(a.startswith("--log-level") for a in argv):
+        argv += ["--log-level", "warning"]
+    return argv
 
 
 def flag_value(argv: Sequence[str], flag: str) -> str | None:

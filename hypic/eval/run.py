@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from hypic.bench.runner import _machine, _versions
+from hypic.bench.provenance import machine, versions
 from hypic.eval.items import Item, Outcome, Probe
 from hypic.eval.methods import Method
 from hypic.eval.tasks import Runner, Task
@@ -97,8 +97,8 @@ def run(
         seeds=list(seeds),
         kl_over=runner.kl_over,
         command=["hypic", *sys.argv[1:]],
-        versions=_versions(),
-        machine=_machine(),
+        versions=versions(),
+        machine=machine(),
         weights=_weights(Path(model)),
     )
     path = out / FILE

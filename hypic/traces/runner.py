@@ -17,7 +17,8 @@ from pathlib import Path
 
 import msgspec
 
-from hypic.bench.runner import _machine, _selfcheck, _versions
+from hypic.bench.provenance import machine, versions
+from hypic.bench.runner import check_first
 from hypic.commands.serve import flag_value
 from hypic.config import HypicConfig
 from hypic.platform_cpu import CPU_MODE
@@ -55,8 +56,8 @@ def new_result(
     found = summarise(requests, warmup=plan.warmup, capacity=capacity, min_segment=min_segment)
     return ReplayResult(
         command=sys.argv,
-        versions=_versions(),
-        machine=_machine(),
+        versions=versions(),
+        machine=machine(),
         trace=trace,
         digest=digest,
         summary=found,
@@ -95,7 +96,7 @@ def replay(
     before = {e.name: e for e in result.engines}
     todo = [name for name in engines if name not in before or before[name].cut_short]
     if selfcheck and "hypic" in todo:
-        result.selfcheck = _selfcheck(argv, environ | config.to_env(), say)
+        result.selfcheck = check_first(argv, environ | config.to_env(), say)
     with tempfile.TemporaryDirectory(prefix="hypic-replay-") as scratch:
         file = Path(scratch) / "requests.jsonl"
         write(requests, file)

@@ -25,9 +25,16 @@ def _digest(*parts: bytes) -> bytes:
     return h.digest()
 
 
-def artifact_key(identity: KeyIdentity, tenant: str, adapter: str, tokens: array) -> bytes:
-    """Store key of a segment: everything an artifact is a function of, plus the tenant it may be shared within."""
-    return _digest(identity.digest, tenant.encode(), adapter.encode(), tokens.tobytes())
+def artifact_key(identity: bytes, tenant: str, adapter: str, tokens: array[int]) -> bytes:
+    """Store key of a segment: everything an artifact is a function of, plus the tenant it may be shared within.
+
+    Args:
+        identity: digest of the server's KeyIdentity (of rank 0, where the key is to name the segment on a wire).
+        tenant: the request's cache salt.
+        adapter: LoRA adapter ("" for the base model).
+        tokens: ids, of type "q".
+    """
+    return _digest(identity, tenant.encode(), adapter.encode(), tokens.tobytes())
 
 
 def link_namespace(extra_key: str | None, tenant: str, seam_window: int) -> str:

@@ -103,7 +103,9 @@ class LinkManager:
         segments = []
         for start, end in spans.cached:
             tokens = req.origin_input_ids[start:end]
-            segments.append(Segment(start, end, tokens, keys.artifact_key(self.identity, spans.salt, adapter, tokens)))
+            segments.append(
+                Segment(start, end, tokens, keys.artifact_key(self.identity.digest, spans.salt, adapter, tokens))
+            )
         link = Link(spans, segments, self.config.seam_window, self)
         self._settle(link, req)
         if link.linked:
@@ -358,7 +360,7 @@ class LinkManager:
             link = link_of(req)
             assert link is not None
             for s in link.segments:
-                s.key = keys.artifact_key(self.identity, link.spans.salt, req.lora_id or "", s.tokens)
+                s.key = keys.artifact_key(self.identity.digest, link.spans.salt, req.lora_id or "", s.tokens)
 
     def drop_adapter(self, adapter: str) -> None:
         """Adapter unloaded: drop what was compiled under it."""

@@ -104,9 +104,10 @@ class Coordinator:
         new = self.cluster.commit(request, placement, segments)
         state = self._requests[request] = _Request(placement.combine, prompts)
         state.awaited = {k: s.worker for k, s in placement.sources.items() if s.worker != placement.combine}
+        cold = {k for k, s in placement.sources.items() if s.role != "send"}
         out: list[Action] = []
         if state.awaited:
-            wanted = tuple(self._wanted(state.prompts[k], w) for k, w in state.awaited.items())
+            wanted = tuple(self._wanted(state.prompts[k], w, k in cold) for k, w in state.awaited.items())
             expect = m.Expect(request=request, segments=wanted, deadline=self.settings.arrive_within)
             out.append(Send(self._by_name[placement.combine].peer, expect))
             self._deadlines.set(("expect", request), now + self.settings.expect_within)
@@ -272,10 +273,13 @@ class Coordinator:
             source = min(others, key=lambda w: (self.cluster.ready_seconds(self.cluster.workers[w]), w))
             flight = self.cluster.order(key, source, len(prompt.tokens) // 8, {request})
             out.append(self._order(flight, prompt, request, now))
-        address = ""
+        address, public_key = "", b""
         if source is not None:
-            state.awaited[key], address = source, self._by_name[source].hello.data
-        reroute = m.Reroute(request=request, key=key, source=source or state.combine, address=address)
+            state.awaited[key], hello = source, self._by_name[source].hello
+            address, public_key = hello.data, hello.public_key
+        reroute = m.Reroute(
+            request=request, key=key, source=source or state.combine, address=address, public_key=public_key
+        )
         return [*out, Send(self._by_name[state.combine].peer, reroute)]
 
     # ------------------------------------------------------------------ helpers
@@ -283,8 +287,9 @@ class Coordinator:
     def _welcome(self) -> m.Welcome:
         return m.Welcome(router=self.name, heartbeat=self.settings.heartbeat, dead_after=self.settings.dead_after)
 
-    def _wanted(self, p: Prompt, source: str) -> m.Wanted:
-        return m.Wanted(p.key, p.tenant, p.adapter, p.tokens, source, self._by_name[source].hello.data)
+    def _wanted(self, p: Prompt, source: str, cold: bool) -> m.Wanted:
+        hello = self._by_name[source].hello
+        return m.Wanted(p.key, p.tenant, p.adapter, p.tokens, source, hello.data, cold, hello.public_key)
 
     def _order(self, flight: Flight, p: Prompt, request: str, now: float) -> Send:
         self._deadlines.set(("compile", p.key, flight.number), now + self.settings.compile_within)

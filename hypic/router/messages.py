@@ -32,6 +32,7 @@ Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 Rate = Annotated[float, Meta(ge=0, le=1e12)]
 Digest = Annotated[bytes, Meta(min_length=1, max_length=64)]
 Tokens = Annotated[bytes, Meta(min_length=8)]
+PublicKey = Annotated[bytes, Meta(max_length=40)]
 Keys = Annotated[tuple[Key, ...], Meta(max_length=65536)]
 
 REJECTIONS: Mapping[str, str] = {
@@ -73,6 +74,20 @@ def _require_tokens(tokens: bytes) -> None:
 # ---------------------------------------------------------------------- worker to router
 
 
+class Shape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a worker's artifacts and passes are like: what placement reckons with."""
+
+    artifact_bytes: Count = 0
+    """Of any artifact, however short."""
+    artifact_token_bytes: Count = 0
+    """And for each token of its interior."""
+    seam_window: Count = 0
+    min_segment: Count = 0
+    """Segments of fewer tokens are not cached."""
+    forward_tokens: Count = 0
+    """Of the largest forward pass; 0 if unbounded."""
+
+
 class Hello(Message, tag=1, frozen=True):
     """I am here, empty until I say otherwise; the first message of every connection."""
 
@@ -91,6 +106,9 @@ class Hello(Message, tag=1, frozen=True):
     free: Count
     tokens_per_s: Rate = 0.0
     """Compile speed measured so far; 0 if unknown."""
+    shape: Shape = Shape()
+    public_key: PublicKey = b""
+    """CURVE key of its data socket; empty for ipc."""
 
 
 class Heartbeat(Message, tag=2, frozen=True):
@@ -230,6 +248,9 @@ class Wanted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     tokens: Tokens
     source: Name
     address: Text
+    cold: bool
+    """It is compiled for this request; otherwise the source has it already."""
+    public_key: PublicKey = b""
 
     def __post_init__(self) -> None:
         _require_tokens(self.tokens)
@@ -255,6 +276,7 @@ class Reroute(Message, tag=21, frozen=True):
     key: Key
     source: Name
     address: Text
+    public_key: PublicKey = b""
 
 
 class Cancel(Message, tag=22, frozen=True):

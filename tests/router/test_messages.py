@@ -27,7 +27,7 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.Refused(reason="another model"),
     m.Resync(),
     m.Compile(flight=1, request="r1", key=KEY, tenant="t", adapter="", tokens=bytes(800), deadline=3.0),
-    m.Expect(request="r1", segments=(m.Wanted(KEY, "t", "", bytes(16), "w0", "ipc:///x"),), deadline=3.0),
+    m.Expect(request="r1", segments=(m.Wanted(KEY, "t", "", bytes(16), "w0", "ipc:///x", True),), deadline=3.0),
     m.Reroute(request="r1", key=KEY, source="w1", address=""),
     m.Cancel(request="r1"),
     m.Get(transfer=1, key=KEY, nbytes=1 << 20, chunk=4096, wanted=(0, 7, 2**32 - 1)),

@@ -27,6 +27,9 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "attention": (lambda way: way in ("auto", "seam", "expanded"), "write auto, seam or expanded"),
     "memory": (lambda n: n >= 0, "must not be negative"),
     "state_dtype": (lambda name: name in ("auto", "float32", "bfloat16"), "write auto, float32 or bfloat16"),
+    "router": (lambda a: not a or a.startswith(("ipc://", "tcp://")), "write ipc:///PATH or tcp://HOST:PORT"),
+    "worker": (lambda n: bool(re.fullmatch(r"[A-Za-z0-9_-]{0,64}", n)), "write letters, digits, - and _, at most 64"),
+    "data": (lambda a: not a or a.startswith(("ipc://", "tcp://")), "write ipc:///PATH or tcp://HOST:PORT"),
 }
 
 
@@ -43,6 +46,12 @@ class HypicConfig(msgspec.Struct, frozen=True, kw_only=True):
         attention: full attention of linked rows: "seam" (our kernel), "expanded" (the backend's), or "auto".
         state_dtype: of T and S in artifacts: "float32", "bfloat16", or "auto" (:func:`artifact_state_dtype`).
         force_link: link segments however short they are (their artifact may be empty); for checks only.
+        router: address of the router's control socket that this server is a worker of; "" serves alone.
+        worker: its name there.
+        data: address of the socket that serves its artifacts to other workers.
+        curve_secret: file of this worker's CURVE key pair; needed for tcp addresses.
+        curve_allowed: folder of the public keys that may connect to it.
+        router_key: file of the router's public key.
     """
 
     enabled: bool = False
@@ -54,6 +63,12 @@ class HypicConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention: str = "auto"
     state_dtype: str = "auto"
     force_link: bool = False
+    router: str = ""
+    worker: str = ""
+    data: str = ""
+    curve_secret: str = ""
+    curve_allowed: str = ""
+    router_key: str = ""
 
     def __post_init__(self) -> None:
         for name, (holds, remedy) in _RULES.items():

@@ -10,13 +10,18 @@ from typing import Literal
 
 import msgspec
 
-Outcome = Literal["hit_device", "hit_radix", "compiled", "waited", "too_short", "declined"]
+Outcome = Literal["hit_device", "hit_remote", "hit_radix", "compiled", "received", "waited", "too_short", "declined"]
 """What became of a segment.
 
-hit_device: its artifact was in device memory. hit_radix: the radix tree held it (an earlier turn). compiled: it was
-compiled for this request. waited: another request was already compiling it. too_short: below the minimum, so it was
-computed like plain text. declined: see ``reason``.
+hit_device: its artifact was in device memory. hit_remote: it was in another worker's, and was sent. hit_radix: the radix
+tree held it (an earlier turn). compiled: it was compiled for this request. received: another worker compiled it for this
+request. waited: another request was already compiling it. too_short: below the minimum, so it was computed like plain
+text. declined: see ``reason``.
 """
+HITS: tuple[Outcome, ...] = ("hit_device", "hit_remote")
+"""Its artifact was there before the request."""
+BOUGHT: tuple[Outcome, ...] = ("compiled", "received", "waited")
+"""It was computed on the request's behalf, here or elsewhere."""
 
 
 class SpanReport(msgspec.Struct, kw_only=True, omit_defaults=False):
@@ -31,6 +36,7 @@ class SpanReport(msgspec.Struct, kw_only=True, omit_defaults=False):
         reason: why a segment was declined; null otherwise.
         reused: tokens of this span that were not computed for this request (radix hit or artifact).
         recomputed: tokens of this span that were computed when the request was linked.
+        worker: the other worker that its artifact came from; null if none.
     """
 
     kind: Literal["segment", "plain"]
@@ -41,6 +47,7 @@ class SpanReport(msgspec.Struct, kw_only=True, omit_defaults=False):
     reason: str | None = None
     reused: int = 0
     recomputed: int = 0
+    worker: str | None = None
 
 
 class Report(msgspec.Struct, kw_only=True, omit_defaults=False):
@@ -50,7 +57,7 @@ class Report(msgspec.Struct, kw_only=True, omit_defaults=False):
         spans: every span of the prompt in natural order, then declined segments whose place is unknown.
         prompt_tokens: tokens of the prompt.
         reused_radix: tokens found by SGLang's own prefix cache.
-        reused_artifacts: interior tokens taken from artifacts that were there before this request.
+        reused_artifacts: interior tokens taken from artifacts that were there before this request, here or elsewhere.
         recomputed: tokens computed when the request was linked.
         compiled: tokens of segments that this request had compiled; what it waited for counts where it was ordered.
         seam_window: w of the server.

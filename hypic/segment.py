@@ -49,7 +49,8 @@ _DECLINED = "hypic_declined"
 _REASONS = "hypic_reasons"
 _SALT = "hypic_salt"
 _REPORT = "hypic_report"
-_KEYS = frozenset({_CACHED, _DECLINED, _REASONS, _SALT, _REPORT})
+_REQUEST = "hypic_request"
+_KEYS = frozenset({_CACHED, _DECLINED, _REASONS, _SALT, _REPORT, _REQUEST})
 
 
 class MalformedSpans(ValueError):
@@ -79,12 +80,14 @@ class RequestSpans(msgspec.Struct, frozen=True, kw_only=True):
         declined: segments that will be plain, each with the reason.
         salt: the request's ``cache_salt`` alone, before SGLang joins it with ``extra_key`` and the adapter; "" if none.
         report: the client asked for the report.
+        request: the router's name of the request; "" if it came straight from a client.
     """
 
     cached: tuple[Bounds, ...] = ()
     declined: tuple[Declined, ...] = ()
     salt: str = ""
     report: bool = False
+    request: str = ""
 
     def to_params(self) -> dict[str, Any]:
         """The reserved ``custom_params`` entries, all flat, that :meth:`from_params` reads back."""
@@ -94,6 +97,7 @@ class RequestSpans(msgspec.Struct, frozen=True, kw_only=True):
             _REASONS: [d.reason for d in self.declined],
             _SALT: self.salt,
             _REPORT: self.report,
+            _REQUEST: self.request,
         }
 
     @classmethod
@@ -117,9 +121,9 @@ class RequestSpans(msgspec.Struct, frozen=True, kw_only=True):
         if found != _KEYS:
             odd = sorted(found ^ _KEYS)
             raise MalformedSpans(f"custom_params: keys {odd} missing or unknown, expected exactly {sorted(_KEYS)}")
-        salt, report, reasons = params[_SALT], params[_REPORT], params[_REASONS]
-        if not isinstance(salt, str) or not isinstance(report, bool):
-            raise MalformedSpans(f"custom_params: {_SALT} must be a string and {_REPORT} a boolean")
+        salt, report, reasons, request = params[_SALT], params[_REPORT], params[_REASONS], params[_REQUEST]
+        if not isinstance(salt, str) or not isinstance(request, str) or not isinstance(report, bool):
+            raise MalformedSpans(f"custom_params: {_SALT} and {_REQUEST} must be strings and {_REPORT} a boolean")
         if not isinstance(reasons, (list, tuple)) or not all(isinstance(r, str) for r in reasons):
             raise MalformedSpans(f"custom_params: {_REASONS} must be a list of strings")
         cached = _pairs(_CACHED, params[_CACHED])
@@ -139,6 +143,7 @@ class RequestSpans(msgspec.Struct, frozen=True, kw_only=True):
             declined=tuple(Declined(*b, reason) for b, reason in zip(declined, reasons, strict=True)),
             salt=salt,
             report=report,
+            request=request,
         )
 
     def declining_all(self, reason: str) -> RequestSpans:

@@ -28,14 +28,31 @@ class Artifact:
         ready: compiled; False while a compile request fills it.
         stale: invalidated while locked; must not be joined any more.
         locks: requests that rely on it.
+        source: the worker that it came from; "" if it was compiled here.
+        cold: that worker compiled it for the request that it was made for; otherwise it had it already.
+        made_for: the router's name of the request that it was compiled or received for; "" if there is none.
     """
 
-    __slots__ = ("adapter", "base", "key", "locks", "nbytes", "offset", "ready", "stale", "tokens")
+    __slots__ = (
+        "adapter",
+        "base",
+        "cold",
+        "key",
+        "locks",
+        "made_for",
+        "nbytes",
+        "offset",
+        "ready",
+        "source",
+        "stale",
+        "tokens",
+    )
 
     def __init__(self, key: bytes, tokens: array, adapter: str, offset: int, nbytes: int, base: int):
         self.key, self.tokens, self.adapter = key, tokens, adapter
         self.offset, self.nbytes, self.base = offset, nbytes, base
-        self.ready = self.stale = False
+        self.ready = self.stale = self.cold = False
+        self.source = self.made_for = ""
         self.locks = 0
 
 
@@ -65,6 +82,10 @@ class ArtifactStore:
     def __init__(self, arena: Arena):
         self.arena = arena
         self.evictions = 0
+        self.on_ready: Callable[[Artifact], None] = lambda _: None
+        """Told of every artifact that becomes ready,"""
+        self.on_gone: Callable[[Artifact], None] = lambda _: None
+        """and of every ready one that is no longer found."""
         self._index: dict[bytes, Artifact] = {}
         self._probation: OrderedDict[bytes, Artifact] = OrderedDict()
         self._protected: OrderedDict[bytes, Artifact] = OrderedDict()
@@ -88,6 +109,10 @@ class ArtifactStore:
     def ready(self) -> list[Artifact]:
         """All artifacts that may be joined."""
         return [a for a in self._index.values() if a.ready]
+
+    def get(self, key: bytes) -> Artifact | None:
+        """The artifact of `key`, ready or not, for callers that do not join it."""
+        return self._index.get(key)
 
     def find(self, key: bytes, tokens: array) -> Artifact | None:
         """The artifact of `key`, ready or being compiled; None if absent. Does not count as a use.
@@ -140,6 +165,8 @@ class ArtifactStore:
     def commit(self, artifact: Artifact) -> None:
         """The compile is done: the artifact is ready, and the compile's lock is released."""
         artifact.ready = True
+        if not artifact.stale:
+            self.on_ready(artifact)
         self.unlock(artifact)
 
     def discard(self, artifact: Artifact) -> None:
@@ -196,6 +223,8 @@ class ArtifactStore:
 
     def _forget(self, artifact: Artifact) -> None:
         del self._index[artifact.key]
+        if artifact.ready:
+            self.on_gone(artifact)
         if self._probation.pop(artifact.key, None) is None:
             del self._protected[artifact.key]
             self._protected_bytes -= artifact.nbytes

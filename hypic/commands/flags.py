@@ -11,6 +11,7 @@ from hypic.config import ConfigError, HypicConfig, read_setting
 
 _PREFIX = "--hypic-"
 _SETTINGS = ("seam_window", "min_segment", "memory", "separator", "attention", "state_dtype")
+_CLUSTER = ("router", "worker", "data", "curve_secret", "curve_allowed", "router_key")
 _NO_START_CHECK = "no_start_check"
 
 
@@ -31,7 +32,7 @@ def take_hypic_flags(argv: Sequence[str], base: HypicConfig) -> tuple[list[str],
         name = flag.removeprefix(_PREFIX).replace("-", "_")
         if name == _NO_START_CHECK and not equals:
             given["start_check"] = False
-        elif name in _SETTINGS:
+        elif name in _SETTINGS or name in _CLUSTER:
             given[name] = setting(name, text if equals else next(words, ""))
         else:
             raise ConfigError(f"{flag}: hypic has {', '.join(map(flag_of, (*_SETTINGS, _NO_START_CHECK)))}")

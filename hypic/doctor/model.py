@@ -34,7 +34,7 @@ def examine(finding: ModelFinding, server_args: Any, config: HypicConfig, free: 
     """
     from sglang.srt.configs.model_config import ModelConfig
 
-    check_server_args(server_args, config.state_dtype)
+    check_server_args(server_args, config)
     model = ModelConfig.from_server_args(server_args)
     architecture = model.hf_config.architectures[0]
     finding.architecture, finding.dtype = architecture, str(model.dtype).removeprefix("torch.")

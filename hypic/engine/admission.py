@@ -9,6 +9,7 @@ and leaves no holes).
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from hypic.engine.batch import BatchPlan, CompileRow, LinkRow
 from hypic.engine.reporting import settle_report
 from hypic.engine.request import Link, LinkState, compile_of, link_of
 from hypic.plan import NO_MATCH, LinkLayout, mark_interiors
+from hypic.report import BOUGHT
 
 
 def _array(ids: np.ndarray) -> array:
@@ -216,6 +218,7 @@ def prepare_for_extend(original: Callable[..., None], batch: Any) -> None:
     for i, req in special:
         if (state := compile_of(req)) is not None:
             plan.compiles[i] = CompileRow(state, req.req_pool_idx, begins[i], req.extend_range.end)
+            state.passes.append((req.extend_range.end - begins[i], sum(batch.extend_lens), time.perf_counter()))
             _stop_tracking(batch, i, req)
     batch.hypic = plan or None
 
@@ -228,9 +231,7 @@ def _link_row(batch: Any, i: int, req: Any, link: Link, begin: int) -> LinkRow:
     first = begin == layout.prefix_len
     if first and not req.retracted_stain:
         # Interiors compiled for this request (or waited for) were computed on its behalf.
-        bought = sum(
-            i.hi - i.lo for i in layout.interiors if link.segments[i.segment].outcome in ("compiled", "waited")
-        )
+        bought = sum(i.hi - i.lo for i in layout.interiors if link.segments[i.segment].outcome in BOUGHT)
         req.cached_tokens -= bought
         req.cached_tokens_device -= bought
     _stop_tracking(batch, i, req)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import select
+import sys
 from array import array
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import zmq
 
 from hypic.artifact.arena import Arena
 from hypic.artifact.store import Artifact, ArtifactStore
@@ -35,7 +39,7 @@ def check_server_args(_: Any, args: Any) -> None:
     from hypic.engine.plugin import require_applied
 
     require_applied()
-    support.check_server_args(args, from_env().state_dtype)
+    support.check_server_args(args, from_env())
 
 
 def allocate_arena(model_runner: Any, *_: Any, **__: Any) -> None:
@@ -114,6 +118,8 @@ def attach_manager(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
         f"off: {runtime.off}" if runtime.off else None,
     )
     scheduler.hypic = manager
+    if config.router:
+        join_cluster(scheduler, manager)
     scheduler.hypic_audit = lambda: audit.audit(scheduler)
     scheduler.hypic_dump = lambda path: audit.dump_artifacts(scheduler, path)
 
@@ -124,7 +130,41 @@ def attach_manager(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
     runtime.weights_listeners.append(manager.new_weights)
 
 
-def spawn_compile(scheduler: Any, tokens: array, rid: str, parent: Any) -> Any:
+def join_cluster(scheduler: Any, manager: LinkManager) -> None:
+    """Make this server a worker of the router that the settings name. Raises InsecureError or zmq.ZMQError."""
+    from hypic.engine.cluster.exchange import Exchange, Membership
+    from hypic.engine.cluster.memory import host_memory
+    from hypic.engine.cluster.sharing import Sharing
+    from hypic.router.messages import Shape
+    from hypic.router.transport.security import Curve, public_key
+
+    config, args, layout = manager.config, scheduler.server_args, manager.layout
+    shape = Shape(
+        artifact_bytes=layout.payload_bytes(0) + len(manager.header(array("q"), "")),
+        artifact_token_bytes=layout.kv_token_bytes,
+        seam_window=config.seam_window,
+        min_segment=config.min_segment,
+        forward_tokens=max(args.chunked_prefill_size or 0, 0),
+    )
+    curve = Curve(Path(config.curve_secret), Path(config.curve_allowed)) if config.curve_secret else None
+    member = Membership(
+        router=config.router,
+        worker=config.worker,
+        data=config.data,
+        http=f"http://{args.host}:{args.port}",
+        capacity=manager.store.capacity,
+        shape=shape,
+        curve=curve,
+        router_key=public_key(Path(config.router_key)) if config.router_key else b"",
+    )
+    exchange = Exchange(member, manager.identity.digest, host_memory(manager.store.arena.buffer))
+    exchange.start()
+    manager.sharing = Sharing(manager, exchange)
+    if scheduler.idle_sleeper is not None:
+        scheduler.idle_sleeper.poller.register(exchange.wake_fd, zmq.POLLIN)
+
+
+def spawn_compile(scheduler: Any, tokens: array, rid: str, parent: Any | None) -> Any:
     """An internal request that prefills one segment alone: no radix sharing, one token of output that nobody reads."""
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
@@ -136,16 +176,23 @@ def spawn_compile(scheduler: Any, tokens: array, rid: str, parent: Any) -> Any:
         "",
         tokens,
         params,
-        lora_id=parent.lora_id,
+        lora_id=parent.lora_id if parent is not None else None,
         eos_token_ids=scheduler.model_config.hf_eos_token_id,
         vocab_size=scheduler.model_config.vocab_size,
-        priority=parent.priority,
+        priority=parent.priority if parent is not None else _no_priority(scheduler),
         extra_key=rid,
     )
     req.tokenizer = scheduler.tokenizer
     req.skip_radix_cache_insert = True
     scheduler.init_req_max_new_tokens(req)
     return req
+
+
+def _no_priority(scheduler: Any) -> int | None:
+    """The priority of a request that names none, as SGLang has it."""
+    if not scheduler.enable_priority_scheduling:
+        return None
+    return sys.maxsize if scheduler.schedule_low_priority_values_first else -sys.maxsize - 1
 
 
 def hide_compiles_from_load(_: Any, scheduler: Any) -> None:
@@ -169,6 +216,24 @@ def add_request_to_queue(original: Callable[..., None], scheduler: Any, req: Any
     if args:
         kwargs["is_retracted"] = args[0]
     scheduler.hypic.enqueue(original, req, **kwargs)
+
+
+def take_events(scheduler: Any, *_: Any, **__: Any) -> None:
+    """Before clients' requests: what other workers and the router want may be what these need."""
+    if (sharing := scheduler.hypic.sharing) is not None:
+        for event in sharing.exchange.take():
+            sharing.handle(event)
+
+
+def wait_for_artifacts(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
+    """Nothing can run, and what is held waits for other workers: leave them the processor."""
+    sharing = scheduler.hypic.sharing
+    if sharing is None or not sharing.busy or scheduler.is_fully_idle():
+        return
+    if scheduler.idle_sleeper is not None:
+        scheduler.idle_sleeper.poller.poll(100)
+    else:
+        select.select([sharing.exchange.wake_fd], [], [], 0.001)
 
 
 def before_scheduling(scheduler: Any, *_: Any, **__: Any) -> None:

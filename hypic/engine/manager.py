@@ -10,7 +10,7 @@ import logging
 import time
 from array import array
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hypic.artifact.layout import ArtifactLayout, Header, encode_header, token_bytes
 from hypic.artifact.store import Artifact, ArtifactStore, Request
@@ -20,6 +20,9 @@ from hypic.engine.metrics import EngineMetrics
 from hypic.engine.request import Compile, Link, LinkState, Segment, compile_of, link_of
 from hypic.plan import mark_interiors
 from hypic.segment import INTERNAL_RID_PREFIX, MalformedSpans, RequestSpans
+
+if TYPE_CHECKING:
+    from hypic.engine.cluster.sharing import Sharing
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +46,7 @@ class LinkManager:
         store: artifacts of this rank.
         layout: blob layout of the loaded model.
         identity: what all keys have in common.
-        spawn: makes a compile request (a SGLang Req) for (tokens, rid, parent request).
+        spawn: makes a compile request (a SGLang Req) for (tokens, rid, parent request or None).
         off: why PIC is off (self-check failed), or None.
     """
 
@@ -62,6 +65,8 @@ class LinkManager:
         self.config, self.store, self.layout, self.identity, self.off = config, store, layout, identity, off
         self.metrics = metrics
         self._spawn = spawn
+        self.sharing: Sharing | None = None
+        """Our part in a cluster; None where this server serves alone."""
         self._waiting: dict[int, Any] = {}
         """Linked requests that sit in the waiting queue, by id(req)."""
         self._inflight: dict[bytes, Any] = {}
@@ -69,6 +74,7 @@ class LinkManager:
         self._memory_queue: list[Any] = []
         """Requests that wait for arena space; only the first may take it, so a large one is not starved."""
         self._serial = itertools.count()
+        self._pass_ended = 0.0
 
     # ------------------------------------------------------------------ arrival
 
@@ -164,7 +170,7 @@ class LinkManager:
         if req in self._memory_queue:
             self._memory_queue.remove(req)
         for artifact in made:
-            self._start_compile(artifact, req)
+            self.start_compile(artifact, req)
             for s in need:
                 if s.key == artifact.key:
                     self._hold(s, artifact, req, compiled=True)
@@ -180,12 +186,30 @@ class LinkManager:
         self.store.lock(artifact)
         s.artifact = artifact
         if s.outcome is None or s.outcome == "hit_radix":
-            s.outcome = "compiled" if compiled else "hit_device" if artifact.ready else "waited"
+            link = link_of(req)
+            assert link is not None
+            ours = bool(artifact.made_for) and artifact.made_for == link.spans.request
+            if ours and artifact.source:
+                s.outcome, s.worker = "received" if artifact.cold else "hit_remote", artifact.source
+            elif compiled or ours:
+                s.outcome = "compiled"
+            else:
+                s.outcome = "hit_device" if artifact.ready else "waited"
 
     def _space(self, s: Segment, req: Any) -> Request:
-        header = self.header(s.tokens, req.lora_id or "")
-        payload = self.layout.payload_bytes(max(s.length - self.config.seam_window, 0))
-        return Request(s.key, s.tokens, req.lora_id or "", len(header), payload)
+        return self.space(s.key, s.tokens, req.lora_id or "")
+
+    def space(self, key: bytes, tokens: array, adapter: str) -> Request:
+        """What the artifact of `tokens` takes in the arena."""
+        payload = self.layout.payload_bytes(max(len(tokens) - self.config.seam_window, 0))
+        return Request(key, tokens, adapter, len(self.header(tokens, adapter)), payload)
+
+    def reserve_for(self, wanted: list[tuple[bytes, array, str]]) -> list[Artifact] | None:
+        """Places for artifacts (key, tokens, adapter) that other workers want or send: for all or for none, and for none
+        while a client's request waits for memory."""
+        if self._memory_queue:
+            return None
+        return self.store.reserve(self.space(*w) for w in wanted)
 
     def header(self, tokens: array, adapter: str) -> bytes:
         """Header bytes of the artifact of `tokens`."""
@@ -231,7 +255,8 @@ class LinkManager:
 
     # ------------------------------------------------------------------ compile requests
 
-    def _start_compile(self, artifact: Artifact, parent: Any) -> None:
+    def start_compile(self, artifact: Artifact, parent: Any | None) -> None:
+        """Queue the compile of a reserved artifact: in front of the request that needs it, or at the end."""
         rid = f"{INTERNAL_RID_PREFIX}{artifact.key.hex()[:16]}-{next(self._serial)}"
         req = self._spawn(artifact.tokens, rid, parent)
         req.hypic = Compile(artifact, self.config.seam_window, started=time.perf_counter())
@@ -242,6 +267,7 @@ class LinkManager:
 
     def on_batch_result(self, batch: Any) -> None:
         """After a forward's result is processed: finished compiles become artifacts, finished prefills let go of theirs."""
+        self._clock(batch)
         for req in batch.reqs:
             state = getattr(req, "hypic", None)
             if isinstance(state, Compile) and req.finished() and self._inflight.get(state.artifact.key) is req:
@@ -249,6 +275,8 @@ class LinkManager:
                     del self._inflight[state.artifact.key]
                     self.store.commit(state.artifact)
                     self.metrics.compiled(state.length, time.perf_counter() - state.started)
+                    if self.sharing is not None:
+                        self.sharing.compiled(state.artifact, state)
                 else:
                     self._fail(req)
             elif (
@@ -257,6 +285,20 @@ class LinkManager:
                 and (req.finished() or state.joined or state.layout is None)
             ):
                 self.finish(req)
+
+    def _clock(self, batch: Any) -> None:
+        """Time of the pass, for its compiling rows. Passes overlap: one begins when the one before it has ended."""
+        now, measured = time.perf_counter(), False
+        for req in batch.reqs:
+            state = compile_of(req)
+            if state is not None and state.passes:
+                tokens, in_all, planned = state.passes.popleft()
+                seconds = now - max(planned, self._pass_ended)
+                state.seconds += seconds * tokens / in_all
+                if self.sharing is not None and not measured and seconds > 0:
+                    self.sharing.measured(in_all, seconds)
+                    measured = True
+        self._pass_ended = now
 
     def before_output(self, req: Any, link: Link) -> None:
         """Observe what a linked request's first token took: SGLang has it and sends it next, so no device is waited for."""
@@ -279,8 +321,37 @@ class LinkManager:
                     s.artifact = None
                     self.store.unlock(artifact)
                     s.make_plain("declined", "compile_failed")
+        if self.sharing is not None:
+            self.sharing.failed(artifact)
         self.store.discard(artifact)
         self.metrics.fallback("compile_failed")
+
+    def abandon(self, key: bytes) -> bool:
+        """Drop a compile that has not begun and that nobody here waits for. False if there is none such."""
+        req = self._inflight.get(key)
+        state = compile_of(req)
+        if state is None or state.artifact.locks > 1 or req not in (queue := self.scheduler.waiting_queue):
+            return False
+        queue.remove(req)
+        self._fail(req)
+        return True
+
+    def waiting_for(self, artifact: Artifact) -> Any | None:
+        """A linked request in the waiting queue that holds the artifact, or None."""
+        for req in self._waiting.values():
+            link = link_of(req)
+            if link is not None and artifact in link.artifacts:
+                return req
+        return None
+
+    def load(self) -> tuple[int, int]:
+        """Requests that run, and tokens in the waiting queue."""
+        queue = self.scheduler.waiting_queue
+        return len(self.scheduler.running_batch.reqs), sum(len(r.origin_input_ids) for r in queue)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.scheduler.model_config.vocab_size)
 
     # ------------------------------------------------------------------ admission
 
@@ -344,6 +415,8 @@ class LinkManager:
             alive = {id(r) for r in _in_flight(self.scheduler)}
             for req in [r for r in self._inflight.values() if id(r) not in alive]:
                 self._fail(req)
+        if self.sharing is not None:
+            self.sharing.sweep()
         self.metrics.gauges(self.store, self.held)
 
     # ------------------------------------------------------------------ invalidation
@@ -361,6 +434,8 @@ class LinkManager:
             assert link is not None
             for s in link.segments:
                 s.key = keys.artifact_key(self.identity.digest, link.spans.salt, req.lora_id or "", s.tokens)
+        if self.sharing is not None:
+            self.sharing.new_weights()
 
     def drop_adapter(self, adapter: str) -> None:
         """Adapter unloaded: drop what was compiled under it."""

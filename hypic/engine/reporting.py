@@ -6,7 +6,7 @@ from typing import Any
 
 from hypic.engine.keys import METHOD
 from hypic.engine.request import Link, Segment, link_of
-from hypic.report import Report, SpanReport
+from hypic.report import HITS, Report, SpanReport
 
 
 class _FirstChunk(list[str]):
@@ -67,8 +67,9 @@ def build_report(link: Link, prompt_tokens: int) -> Report:
         radix = max(min(hit, end) - start, 0)
         if isinstance(m, Segment):
             span = SpanReport(kind="segment", id=m.id, start=start, tokens=n, outcome=m.outcome, reason=m.reason)
+            span.worker = m.worker
             interior = 0 if m.plain or end <= hit else max(n - w, 0)
-            span.reused = radix + (interior if m.outcome == "hit_device" else 0)
+            span.reused = radix + (interior if m.outcome in HITS else 0)
             span.recomputed = n - radix - interior
         else:
             span = SpanReport(
@@ -93,7 +94,7 @@ def build_report(link: Link, prompt_tokens: int) -> Report:
         spans=spans,
         prompt_tokens=prompt_tokens,
         reused_radix=min(hit, prompt_tokens),
-        reused_artifacts=sum(max(s.length - w, 0) for s in linked if s.outcome == "hit_device"),
+        reused_artifacts=sum(max(s.length - w, 0) for s in linked if s.outcome in HITS),
         recomputed=sum(s.recomputed for s in spans),
         compiled=sum(bought.values()),
         seam_window=w,

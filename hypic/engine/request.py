@@ -18,6 +18,7 @@ from __future__ import annotations
 import enum
 import time
 from array import array
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,8 @@ class Segment:
     reason: str | None = None
     artifact: Artifact | None = None
     plain: bool = False
+    worker: str | None = None
+    """The other worker that its artifact came from for this request."""
 
     @property
     def length(self) -> int:
@@ -122,6 +125,11 @@ class Compile:
     complete: bool = False
     """The forward pass that captured the last token was launched."""
     started: float = 0.0
+    """When it was spawned."""
+    passes: deque[tuple[int, int, float]] = field(default_factory=deque)
+    """Forward passes under way: tokens of it, tokens in all, when it was planned."""
+    seconds: float = 0.0
+    """Its share, by tokens, of the time of its forward passes."""
 
     @property
     def length(self) -> int:

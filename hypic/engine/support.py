@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from hypic.config import HypicConfig
+
 
 class Unsupported(ValueError):
     """A server flag or model that position-independent caching cannot work with; the text names it and the remedy."""
@@ -73,12 +75,22 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 
-def check_server_args(args: Any, state_dtype: str = "auto") -> None:
+def check_server_args(args: Any, config: HypicConfig) -> None:
     """Raise Unsupported naming every flag that does not go with hypic, with its reason."""
+    state_dtype = config.state_dtype
     if state_dtype == "bfloat16" and args.dtype == "float32":
         raise Unsupported(
             f"--hypic-state-dtype {state_dtype} with a model in float32: leave it out, or serve in bfloat16"
         )
+    if config.router:
+        if args.tp_size > 1:
+            raise Unsupported(
+                "--hypic-router with --tp-size > 1: ranks do not agree on arrivals yet; serve one GPU per worker"
+            )
+        if not config.worker or not config.data:
+            raise Unsupported(
+                "--hypic-router needs --hypic-worker NAME and --hypic-data ADDRESS; `hypic launch` sets them"
+            )
     found = [f"{r.flag}: {r.reason}" for r in REFUSALS if r.applies(args)]
     if found:
         listing = "\n  ".join(found)

@@ -85,19 +85,19 @@ def with_flags(tiny_model: Callable[[str], Path]) -> Parse:
 def test_each_row_is_refused_with_its_reason(row: Refusal, with_flags: Parse) -> None:
     for values in [[v] for v in VALUES.get(row.flag, [])] or [[]]:
         with pytest.raises(Unsupported) as refused:
-            check_server_args(with_flags(row.flag, *values))
+            check_server_args(with_flags(row.flag, *values), HypicConfig())
         assert str(refused.value).splitlines()[1:] == [f"  {row.flag}: {row.reason}"]
 
 
 @pytest.mark.parametrize(("flag", "values"), HARMLESS.items())
 def test_what_works_is_not_refused(flag: str, values: list[str], with_flags: Parse) -> None:
     for given in [[v] for v in values] or [[]]:
-        check_server_args(with_flags(flag, *given))
+        check_server_args(with_flags(flag, *given), HypicConfig())
 
 
 def test_all_refused_flags_are_named_at_once(with_flags: Parse) -> None:
     with pytest.raises(Unsupported) as refused:
-        check_server_args(with_flags("--enable-hierarchical-cache", "--pp-size", "2"))
+        check_server_args(with_flags("--enable-hierarchical-cache", "--pp-size", "2"), HypicConfig())
     assert [line.split(":")[0].strip() for line in str(refused.value).splitlines()[1:]] == [
         "--pp-size",
         "--enable-hierarchical-cache",

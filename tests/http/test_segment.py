@@ -119,17 +119,19 @@ def test_segments_are_tokenised_once_within_the_budget() -> None:
 
 
 spans = st.builds(
-    lambda cuts, flags, declined, salt, report: RequestSpans(
+    lambda cuts, flags, declined, salt, report, request: RequestSpans(
         cached=tuple(Bounds(s, e) for s, e, f in zip(cuts, cuts[1:], flags, strict=False) if f),
         declined=tuple(declined),
         salt=salt,
         report=report,
+        request=request,
     ),
     st.lists(st.integers(0, 10_000), unique=True, max_size=12).map(sorted),
     st.lists(st.booleans(), min_size=12, max_size=12),
     st.lists(st.builds(Declined, st.integers(-1, 99), st.integers(-1, 99), st.sampled_from(["template", "empty"]))),
     st.text(max_size=5),
     st.booleans(),
+    st.text(max_size=5),
 )
 
 
@@ -153,6 +155,7 @@ GOOD = RequestSpans(cached=(Bounds(2, 5),), declined=(Declined(-1, -1, "empty"),
 @pytest.mark.parametrize(
     "change",
     [
+        {"hypic_request": 7},
         {"hypic_cached": [2]},
         {"hypic_cached": [2, "5"]},
         {"hypic_cached": [2, True]},

@@ -14,7 +14,16 @@ from typing import Any, NamedTuple
 from hypic.config import HypicConfig
 from hypic.engine.http import chat
 from hypic.engine.http.deliver import Delivery, shared_prompts, uses_hypic
-from hypic.engine.http.intake import answerable, attach, item, late_refusal, refusal, reject_reserved, samples
+from hypic.engine.http.intake import (
+    answerable,
+    attach,
+    item,
+    late_refusal,
+    refusal,
+    reject_reserved,
+    router_request,
+    samples,
+)
 from hypic.engine.http.marks import Marks
 from hypic.engine.http.models import GenerateReqInput, Handover
 from hypic.engine.http.options import BadRequest, Options
@@ -77,7 +86,9 @@ class Frontend:
         shared_prompts.set(None)
         try:
             reject_reserved(obj, request)
-            delivery = self._admit(manager, obj) if isinstance(obj, GenerateReqInput) else Delivery(wanted=False)
+            delivery = Delivery(wanted=False)
+            if isinstance(obj, GenerateReqInput):
+                delivery = self._admit(manager, obj, router_request(request))
         except BadRequest as e:
             with suppress(ValueError):  # SGLang aborts streams that end early by ids that this fills in
                 obj.normalize_batch_and_arguments()
@@ -86,7 +97,7 @@ class Frontend:
             async for out in outputs:
                 yield delivery.publish(out)
 
-    def _admit(self, manager: Any, obj: GenerateReqInput) -> Delivery:
+    def _admit(self, manager: Any, obj: GenerateReqInput, name: str) -> Delivery:
         """Plan the request where anything is to be planned, and write the plans into its sampling parameters."""
         handover = obj.handover or Handover(Options.parse(obj.hypic), obj.extra_key)
         options = handover.options
@@ -95,7 +106,7 @@ class Frontend:
         plans = []
         for i, (tokens, cached, declined) in enumerate(prompts):
             salt = item(handover.salt, i) or ""
-            plan = RequestSpans(cached=cached, declined=declined, salt=salt, report=options.report)
+            plan = RequestSpans(cached=cached, declined=declined, salt=salt, report=options.report, request=name)
             if why := reason or late_refusal(manager, obj, i, plan, tokens):
                 plan = plan.declining_all(why)
             plans.append(plan if plan.cached or plan.declined or plan.report else None)

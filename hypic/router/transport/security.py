@@ -68,6 +68,14 @@ def make_keys(folder: Path, name: str) -> tuple[Path, Path]:
     return Path(public), Path(secret)
 
 
+def public_key(file: Path) -> bytes:
+    """The public key in a certificate file. Raises InsecureError."""
+    try:
+        return zmq.auth.load_certificate(file)[0]
+    except (OSError, ValueError) as e:
+        raise InsecureError(f"{file}: not a public key file as zmq.auth writes it: {e}") from None
+
+
 def check_address(address: str, curve: Curve | None) -> None:
     """Raise InsecureError unless only those whom we let in can reach a socket bound to `address`."""
     scheme, _, rest = address.partition("://")

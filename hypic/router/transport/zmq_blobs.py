@@ -6,6 +6,8 @@ marks bound what libzmq queues; credit bounds what a peer may have open; numbers
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import zmq
 import zmq.asyncio
 
@@ -31,6 +33,7 @@ class ZmqTransport:
         chunk: bytes of a chunk.
         window: chunks in flight for each fetch.
         retry_after: seconds without progress before chunks are asked for again.
+        resolve: see :class:`BlobServer`.
     """
 
     def __init__(
@@ -41,9 +44,11 @@ class ZmqTransport:
         chunk: int = CHUNK,
         window: int = WINDOW,
         retry_after: float = RETRY_AFTER,
+        resolve: Callable[[bytes], bool] | None = None,
     ):
         self._address, self._curve = address, curve
         self._fetching = chunk, window, retry_after
+        self._resolve = resolve
         self.stats = Stats()
 
     async def start(self) -> str:
@@ -70,7 +75,7 @@ class ZmqTransport:
                 self._gate.close()
             self._context.term()
             raise
-        self.server = BlobServer(self._socket, self.stats)
+        self.server = BlobServer(self._socket, self.stats, self._resolve)
         self.client = BlobClient(self._context, self._gate, self.stats, *self._fetching)
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -84,6 +89,10 @@ class ZmqTransport:
 
     def offer(self, key: bytes, blob: memoryview) -> None:
         self.server.offer(key, blob)
+
+    def idle(self, since: float) -> list[bytes]:
+        """See :meth:`BlobServer.idle`."""
+        return self.server.idle(since)
 
     async def withdraw(self, key: bytes, reason: str = "gone") -> None:
         await self.server.withdraw(key, reason)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import zmq
@@ -34,20 +35,26 @@ def send_now(socket: zmq.asyncio.Socket, frames: Sequence[Any], **kwargs: Any) -
 class _Blob:
     """What we serve under one key: its memory, or None while it is being made."""
 
-    __slots__ = ("crc", "memory", "trackers", "waiting")
+    __slots__ = ("crc", "memory", "trackers", "used", "waiting")
 
     def __init__(self) -> None:
         self.memory: memoryview | None = None
+        self.used = time.monotonic()
         self.crc: dict[tuple[int, int], int] = {}
         self.trackers: list[zmq.MessageTracker] = []
         self.waiting: OrderedDict[tuple[bytes, int], m.Get] = OrderedDict()
 
 
 class BlobServer:
-    """Serves blobs on a bound ROUTER. Options of the socket and its end belong to the caller."""
+    """Serves blobs on a bound ROUTER. Options of the socket and its end belong to the caller.
 
-    def __init__(self, socket: zmq.asyncio.Socket, stats: Stats):
+    `resolve`, if given, is asked about a key that is not known when a peer wants it; true if it has called `expect` (or
+    `offer`), so that the peer waits.
+    """
+
+    def __init__(self, socket: zmq.asyncio.Socket, stats: Stats, resolve: Callable[[bytes], bool] | None = None):
         self._server, self.stats = socket, stats
+        self._resolve = resolve or (lambda _: False)
         self.inbox = m.Inbox(m.ToSource, "artifact requests")
         self._blobs: dict[bytes, _Blob] = {}
         self._queues: OrderedDict[bytes, deque[tuple[int, bytes, int, int]]] = OrderedDict()
@@ -71,6 +78,11 @@ class BlobServer:
         waiting, entry.waiting = entry.waiting, OrderedDict()
         for (peer, _), get in waiting.items():
             self._queue(peer, get)
+
+    def idle(self, since: float) -> list[bytes]:
+        """Keys on offer that nobody has asked for, and whose chunks have all left, since then (time.monotonic())."""
+        busy = {key for queue in self._queues.values() for _, key, _, _ in queue}
+        return [k for k, e in self._blobs.items() if e.memory is not None and e.used < since and k not in busy]
 
     async def withdraw(self, key: bytes, reason: str = "gone") -> None:
         entry = self._blobs.pop(key, None)
@@ -96,6 +108,8 @@ class BlobServer:
 
     def _get(self, peer: bytes, get: m.Get) -> None:
         entry = self._blobs.get(get.key)
+        if entry is None and self._resolve(get.key):
+            entry = self._blobs[get.key]
         if entry is None:
             self._reply(peer, m.Gone(transfer=get.transfer, reason="gone"))
         elif entry.memory is None:
@@ -110,6 +124,7 @@ class BlobServer:
     def _queue(self, peer: bytes, get: m.Get) -> None:
         entry = self._blobs[get.key]
         assert entry.memory is not None
+        entry.used = time.monotonic()
         if entry.memory.nbytes != get.nbytes:
             self._reply(peer, m.Gone(transfer=get.transfer, reason="size"))
             return

@@ -8,6 +8,7 @@ from hypic.commands.bench import bench
 from hypic.commands.demo import demo
 from hypic.commands.doctor import doctor
 from hypic.commands.eval import evaluate, list_methods
+from hypic.commands.launch import launch
 from hypic.commands.replay import replay
 from hypic.commands.selfcheck import selfcheck
 from hypic.commands.serve import PASS_FLAGS_ON, serve
@@ -22,6 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("serve", context_settings=PASS_FLAGS_ON)(serve)
+app.command("launch", context_settings=PASS_FLAGS_ON)(launch)
 app.command("selfcheck", context_settings=PASS_FLAGS_ON)(selfcheck)
 app.command("bench", context_settings=PASS_FLAGS_ON)(bench)
 app.command("replay", context_settings=PASS_FLAGS_ON)(replay)

@@ -6,18 +6,28 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 import zmq
 import zmq.asyncio
 
 from hypic.router import messages as m
-from hypic.router.actions import Action, Broken, Forward, Send
-from hypic.router.coordinator import Coordinator
+from hypic.router.actions import Action, Broken, Forward, Send, Settings
 from hypic.router.transport.security import Curve, Gate
 
 _ENVELOPE = 256
 _QUEUE = 1024
 """Frames that libzmq may hold for each worker, each way. What does not fit is lost, which every message survives."""
+
+
+class Decides(Protocol):
+    """What is used of a :class:`hypic.router.coordinator.Coordinator`."""
+
+    settings: Settings
+
+    def receive(self, peer: bytes, message: Any, now: float) -> list[Action]: ...
+
+    def tick(self, now: float) -> list[Action]: ...
 
 
 class ControlSocket:
@@ -32,7 +42,7 @@ class ControlSocket:
 
     def __init__(
         self,
-        coordinator: Coordinator,
+        coordinator: Decides,
         address: str,
         act: Callable[[Forward | Broken], None],
         curve: Curve | None = None,

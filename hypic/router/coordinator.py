@@ -14,7 +14,7 @@ from hypic.router import messages as m
 from hypic.router.actions import Action, Broken, Forward, Prompt, Send, Settings
 from hypic.router.costs import Costs
 from hypic.router.health import Deadlines, Liveness
-from hypic.router.schedule import Cluster, Flight, Policy, Segment, Worker, place
+from hypic.router.schedule import Cluster, Flight, Placement, Policy, Segment, Worker, place
 
 TRIES = 2
 """Workers that are told to compile a segment before it is left to the combine worker."""
@@ -30,8 +30,8 @@ class _Connection:
 
 
 class _Request:
-    def __init__(self, combine: str, prompts: Iterable[Prompt]):
-        self.combine = combine
+    def __init__(self, placement: Placement, prompts: Iterable[Prompt]):
+        self.placement, self.combine = placement, placement.combine
         self.prompts = {p.key: p for p in prompts}
         self.awaited: dict[bytes, str] = {}
         """Artifacts that come from another worker, and which."""
@@ -45,7 +45,7 @@ class Coordinator:
 
     Args:
         costs: measured costs, for placement.
-        identity: what all workers must agree on; b"" takes it from the first one.
+        identity: what all workers must agree on; b"" takes it from the first one, and again once none is left.
         name: of this run of the router, at random.
     """
 
@@ -58,7 +58,7 @@ class Coordinator:
         policy: Policy = "lpt",
     ):
         self.cluster = Cluster(costs)
-        self.identity, self.name, self.policy = identity, name, policy
+        self.identity, self._fixed, self.name, self.policy = identity, bool(identity), name, policy
         self.settings = settings or Settings()
         self.counts: Counter[str] = Counter()
         """Frames of strangers, stale hits, orders repeated, deadlines missed: for metrics."""
@@ -90,8 +90,11 @@ class Coordinator:
         self._alive.heard(connection.hello.worker, now)
         return self._handlers[type(message)](connection, message, now)
 
-    def submit(self, request: str, prompts: list[Prompt], now: float) -> list[Action]:
+    def submit(self, request: str, prompts: list[Prompt], now: float, combine: str | None = None) -> list[Action]:
         """A request with these segments, in natural order.
+
+        Args:
+            combine: the worker that combines it, if that is decided already and it is alive.
 
         Raises:
             NoWorkers: none is alive.
@@ -100,9 +103,9 @@ class Coordinator:
         if request in self._requests:
             raise ValueError(f"request {request} is known already")
         segments = [Segment(p.key, len(p.tokens) // 8, p.nbytes) for p in prompts]
-        placement = place(self.cluster, segments, self.policy)
+        placement = place(self.cluster, segments, self.policy, combine)
         new = self.cluster.commit(request, placement, segments)
-        state = self._requests[request] = _Request(placement.combine, prompts)
+        state = self._requests[request] = _Request(placement, prompts)
         state.awaited = {k: s.worker for k, s in placement.sources.items() if s.worker != placement.combine}
         cold = {k for k, s in placement.sources.items() if s.role != "send"}
         out: list[Action] = []
@@ -115,6 +118,33 @@ class Coordinator:
             state.tries[key] += 1
             out.append(self._order(flight, state.prompts[key], request, now))
         return out if state.awaited else [*out, *self._forward(request, state)]
+
+    def placement(self, request: str) -> Placement | None:
+        """Where a request was placed that has not ended."""
+        state = self._requests.get(request)
+        return state.placement if state is not None else None
+
+    def nbytes(self, request: str, key: bytes) -> int:
+        """Size of the artifact of a segment of a request under way; 0 if unknown."""
+        state = self._requests.get(request)
+        prompt = state.prompts.get(key) if state is not None else None
+        return prompt.nbytes if prompt is not None else 0
+
+    def worker_of(self, peer: bytes) -> str:
+        """The worker at the other end of a connection; "" if it has not introduced itself."""
+        connection = self._connections.get(peer)
+        return connection.hello.worker if connection is not None else ""
+
+    def hellos(self) -> dict[str, m.Hello]:
+        """How the workers that are alive introduced themselves, by name."""
+        return {name: c.hello for name, c in sorted(self._by_name.items())}
+
+    def disown(self, worker: str, now: float) -> list[Action]:
+        """Its HTTP server does not answer: as good as silent. If it lives, it introduces itself again."""
+        if worker not in self._by_name:
+            return []
+        self.counts["disowned"] += 1
+        return self._lost(worker, now)
 
     def first_token(self, request: str) -> None:
         """Its prefill is over: the combine worker has room for the next."""
@@ -154,6 +184,9 @@ class Coordinator:
 
     def _hello(self, peer: bytes, hello: m.Hello, now: float) -> list[Action]:
         before = self._by_name.get(hello.worker)
+        if before is not None and before.hello.epoch == hello.epoch and before.hello.identity != hello.identity:
+            self.counts["new_weights"] += 1  # nothing it held before is of use: it begins anew
+            return [*self._lost(hello.worker, now), *self._hello(peer, hello, now)]
         self.identity = self.identity or hello.identity
         if hello.identity != self.identity:
             self.counts["other_identity"] += 1
@@ -236,6 +269,8 @@ class Coordinator:
         del self._connections[connection.peer]
         self._alive.forget(worker)
         orphans = self.cluster.lost(worker)
+        if not self._by_name and not self._fixed:
+            self.identity = b""
         for key, flight in orphans.items():
             self._deadlines.met(("compile", key, flight.number))
         out: list[Action] = []
@@ -319,6 +354,7 @@ class Coordinator:
         self.first_token(request)
         state = self._requests.pop(request, None)
         if state is not None:
+            self.cluster.ended(state.combine)
             self._deadlines.met(("expect", request))
             for key in state.prompts:
                 if (flight := self.cluster.flights.get(key)) is not None:

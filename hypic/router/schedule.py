@@ -41,7 +41,8 @@ class Worker(msgspec.Struct):
 
     Attributes:
         queued_tokens: tokens of compiles that it was given and has not finished.
-        linking: requests that it combines at present.
+        linking: requests that it combines at present, up to their first token.
+        running: requests that it was given and has not answered in full; decides between workers that are equally soon.
         capacity: bytes of its arena.
         tokens_per_s: measured compile speed; 0 while unknown.
     """
@@ -50,6 +51,7 @@ class Worker(msgspec.Struct):
     capacity: int = 2**62
     queued_tokens: int = 0
     linking: int = 0
+    running: int = 0
     tokens_per_s: float = 0.0
 
     def measured(self, tokens: int, seconds: float) -> None:
@@ -114,6 +116,7 @@ class Cluster:
     def commit(self, request: str, placement: Placement, segments: Iterable[Segment]) -> dict[bytes, Flight]:
         """Enter a placement into the load view. Returns the flights that are new: those to order."""
         self.workers[placement.combine].linking += 1
+        self.workers[placement.combine].running += 1
         new = {}
         tokens = {s.key: s.tokens for s in segments}
         for key, (role, worker) in placement.sources.items():
@@ -147,6 +150,11 @@ class Cluster:
         """A request that `combine` was given has its first token, or is gone."""
         if (worker := self.workers.get(combine)) is not None and worker.linking:
             worker.linking -= 1
+
+    def ended(self, combine: str) -> None:
+        """A request that `combine` was given is answered, or gone."""
+        if (worker := self.workers.get(combine)) is not None and worker.running:
+            worker.running -= 1
 
     def lost(self, worker: str) -> dict[bytes, Flight]:
         """The worker is dead. Returns its flights, now closed: to be ordered elsewhere."""
@@ -200,8 +208,13 @@ def lower_bound(jobs: Iterable[float], workers: int) -> float:
     return max(sum(longest) / workers, longest[0] if longest else 0.0, pair)
 
 
-def place(cluster: Cluster, segments: Sequence[Segment], policy: Policy = "lpt") -> Placement:
+def place(
+    cluster: Cluster, segments: Sequence[Segment], policy: Policy = "lpt", combine: str | None = None
+) -> Placement:
     """Who combines and who provides what. Changes nothing but round robin's position; `Cluster.commit` does.
+
+    Args:
+        combine: the worker that combines, if that is decided already and it is alive.
 
     Raises:
         NoWorkers: none is alive.
@@ -209,7 +222,9 @@ def place(cluster: Cluster, segments: Sequence[Segment], policy: Policy = "lpt")
     if not cluster.workers:
         raise NoWorkers("no worker is alive")
     distinct = {s.key: s for s in segments}
-    combine = _combine_worker(cluster, list(distinct.values()))
+    if combine not in cluster.workers:
+        combine = _combine_worker(cluster, list(distinct.values()))
+    assert combine is not None
     sources: dict[bytes, Source] = {}
     missing: dict[bytes, Segment] = {}
     incoming = 0
@@ -234,10 +249,10 @@ def _combine_worker(cluster: Cluster, segments: Sequence[Segment]) -> str:
     """The one that would have everything soonest: by what it must wait for first, what it lacks, and whether it fits."""
     need = sum(s.nbytes for s in segments)
 
-    def cost(worker: Worker) -> tuple[bool, float, str]:
+    def cost(worker: Worker) -> tuple[bool, float, int, str]:
         held = sum(s.nbytes for s in segments if cluster.directory.holds(worker.name, s.key))
         seconds = cluster.ready_seconds(worker) + cluster.costs.transfer_seconds(need - held)
-        return need > worker.capacity, seconds, worker.name
+        return need > worker.capacity, seconds, worker.running, worker.name
 
     return min(cluster.workers.values(), key=cost).name
 

@@ -199,6 +199,7 @@ class Simulation:
     def _linked(self, engine: _Engine, running: _Running) -> None:
         engine.busy = False
         self.cluster.linked(engine.name)
+        self.cluster.ended(engine.name)
         running.bars.append(Bar("link", engine.name, -1, running.link_start, running.link_end))
         self._pass(engine)
 

@@ -57,7 +57,7 @@ def is_idle(c: Coordinator) -> None:
     """No trace of a request is left."""
     assert not c._requests and not c.cluster.flights
     assert len(c._deadlines) == 0
-    assert all(w.queued_tokens == w.linking == 0 for w in c.cluster.workers.values())
+    assert all(w.queued_tokens == w.linking == w.running == 0 for w in c.cluster.workers.values())
 
 
 def test_a_request_from_beginning_to_end() -> None:

@@ -14,19 +14,11 @@ from typing import Any, NamedTuple
 from hypic.config import HypicConfig
 from hypic.engine.http import chat
 from hypic.engine.http.deliver import Delivery, shared_prompts, uses_hypic
-from hypic.engine.http.intake import (
-    answerable,
-    attach,
-    item,
-    late_refusal,
-    refusal,
-    reject_reserved,
-    router_request,
-    samples,
-)
+from hypic.engine.http.intake import answerable, attach, item, late_refusal, refusal, reject_reserved, samples
 from hypic.engine.http.marks import Marks
 from hypic.engine.http.models import GenerateReqInput, Handover
 from hypic.engine.http.options import BadRequest, Options
+from hypic.engine.http.trusted import is_router
 from hypic.segment import Bounds, Declined, RequestSpans, SegmentTokenizer, split_at
 
 
@@ -85,10 +77,11 @@ class Frontend:
         """Around ``TokenizerManager.generate_request``. Raises BadRequest before anything is sent."""
         shared_prompts.set(None)
         try:
-            reject_reserved(obj, request)
-            delivery = Delivery(wanted=False)
-            if isinstance(obj, GenerateReqInput):
-                delivery = self._admit(manager, obj, router_request(request))
+            if is_router(request) and isinstance(obj, GenerateReqInput):
+                delivery = _planned(obj)
+            else:
+                reject_reserved(obj, request)
+                delivery = self._admit(manager, obj) if isinstance(obj, GenerateReqInput) else Delivery(wanted=False)
         except BadRequest as e:
             with suppress(ValueError):  # SGLang aborts streams that end early by ids that this fills in
                 obj.normalize_batch_and_arguments()
@@ -97,7 +90,7 @@ class Frontend:
             async for out in outputs:
                 yield delivery.publish(out)
 
-    def _admit(self, manager: Any, obj: GenerateReqInput, name: str) -> Delivery:
+    def _admit(self, manager: Any, obj: GenerateReqInput) -> Delivery:
         """Plan the request where anything is to be planned, and write the plans into its sampling parameters."""
         handover = obj.handover or Handover(Options.parse(obj.hypic), obj.extra_key)
         options = handover.options
@@ -106,7 +99,7 @@ class Frontend:
         plans = []
         for i, (tokens, cached, declined) in enumerate(prompts):
             salt = item(handover.salt, i) or ""
-            plan = RequestSpans(cached=cached, declined=declined, salt=salt, report=options.report, request=name)
+            plan = RequestSpans(cached=cached, declined=declined, salt=salt, report=options.report)
             if why := reason or late_refusal(manager, obj, i, plan, tokens):
                 plan = plan.declining_all(why)
             plans.append(plan if plan.cached or plan.declined or plan.report else None)
@@ -161,6 +154,13 @@ class Frontend:
         if self._tokenizer is None or self._tokenizer[0] is not manager.tokenizer:
             self._tokenizer = manager.tokenizer, SegmentTokenizer(manager.tokenizer)
         return self._tokenizer[1]
+
+
+def _planned(obj: GenerateReqInput) -> Delivery:
+    """The router's plan is in the request already, one prompt at a time."""
+    params = obj.sampling_params if isinstance(obj.sampling_params, dict) else {}
+    plan = RequestSpans.from_params(params.get("custom_params"))
+    return Delivery(wanted=plan is not None and plan.report)
 
 
 def _embedded(embeds: Any) -> int:

@@ -11,8 +11,6 @@ from hypic.segment import INTERNAL_RID_PREFIX, RESERVED_PREFIX, RequestSpans, re
 
 _CARRIERS = ("sampling_params", "custom_params", "extra_body", "options", "parameters")
 """Objects of a request that hold parameters, not content."""
-ROUTER_HEADER = "x-hypic-request"
-"""Header under which the router names a request, so that the report can tell what was made for it."""
 _UNGUARDED = ("ollama_chat", "ollama_generate")
 """Endpoints that answer 500 to a ValueError."""
 
@@ -58,12 +56,6 @@ def answerable(error: BadRequest, request: Any) -> Exception:
     from fastapi import HTTPException
 
     return HTTPException(400, str(error))
-
-
-def router_request(request: Any) -> str:
-    """The router's name of a request, from its header; "" where there is none."""
-    headers = getattr(request, "headers", None)
-    return (headers.get(ROUTER_HEADER) or "")[:64] if headers is not None else ""
 
 
 def refusal(manager: Any, obj: Any) -> str | None:

@@ -1,0 +1,120 @@
+"""``hypic launch``: one endpoint over several workers on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from hypic.commands.flags import take_hypic_flags
+from hypic.commands.serve import ServeError, flag_value, sglang_argv, wants_cpu
+from hypic.config import ConfigError, from_env
+from hypic.router.costs import CostsError, read_costs
+from hypic.router.launch.plan import LaunchError, Layout, processes
+from hypic.router.launch.supervisor import Supervisor
+from hypic.router.transport.security import make_folder
+
+_TP_FLAGS = ("--tp", "--tp-size", "--tensor-parallel-size")
+
+
+def launch(
+    args: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="MODEL [FLAGS]", help="A model, then flags of `hypic serve`: --hypic-* and SGLang's."),
+    ] = None,
+    workers: Annotated[
+        int, typer.Option("--workers", min=1, max=64, help="Workers: one for each GPU, or TP group.")
+    ] = 2,
+    policy: Annotated[str, typer.Option("--policy", help="Who compiles what: lpt or round_robin.")] = "lpt",
+    costs: Annotated[
+        Path | None, typer.Option("--costs", help="Measured costs to begin with (see benchmarks/costs).")
+    ] = None,
+    min_workers: Annotated[
+        int, typer.Option("--min-workers", min=0, help="Workers that must be alive at the start; 0 is all of them.")
+    ] = 0,
+    stagger: Annotated[
+        bool, typer.Option("--stagger", help="Load weights in one worker at a time (host memory).")
+    ] = False,
+) -> None:
+    """Serve MODEL with several workers behind one OpenAI-compatible endpoint.
+
+    The segments of a long cold prompt are compiled side by side; a prompt that would gain nothing stays on one worker.
+    --host and --port say where the endpoint is, --tp how many GPUs each worker has. GET /workers, `hypic top` and
+    GET /metrics show what goes on. A worker that dies is started again.
+    """
+    try:
+        layout = read_layout(args or [], workers, policy, costs)
+        status = asyncio.run(_run(layout, min(min_workers, workers) or workers, stagger))
+    except (ConfigError, CostsError, LaunchError, ServeError) as error:
+        typer.secho(f"hypic launch: {error}", fg="red", err=True)
+        raise typer.Exit(2) from None
+    raise typer.Exit(status)
+
+
+def read_layout(args: list[str], workers: int, policy: str = "lpt", costs: Path | None = None) -> Layout:
+    """What the command line asks for. Raises ConfigError, CostsError, LaunchError or ServeError."""
+    if policy not in ("lpt", "round_robin"):
+        raise LaunchError(f"--policy {policy}: write lpt or round_robin")
+    if costs is not None:
+        read_costs(costs)
+    argv, config = take_hypic_flags(sglang_argv(args), from_env(os.environ))
+    config = msgspec.structs.replace(config, enabled=True)
+    model = flag_value(argv, "--model-path") or flag_value(argv, "--model")
+    if model is None:
+        raise LaunchError("name a model: hypic launch MODEL --workers N")
+    if model.startswith(("/", ".")) and not (Path(model) / "config.json").is_file():
+        raise LaunchError(f"MODEL {model}: there is no config.json")
+    tp = next((value for flag in _TP_FLAGS if (value := flag_value(argv, flag))), "1")
+    if not tp.isdigit() or int(tp) < 1:
+        raise LaunchError(f"--tp {tp}: a number of GPUs")
+    return Layout(
+        argv=tuple(argv),
+        config=config,
+        workers=workers,
+        tp=int(tp),
+        cpu=wants_cpu(argv, os.environ),
+        policy=policy,
+        costs=costs,
+    )
+
+
+async def _run(layout: Layout, least: int, stagger: bool) -> int:
+    """Until a signal comes. Raises LaunchError."""
+    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, stopped.set)
+    folder = make_folder()
+    supervisor = None
+    try:
+        front, children = processes(layout, folder, secrets.token_urlsafe(32), os.environ)
+        supervisor = Supervisor(front, children, folder, stagger)
+        serving = asyncio.create_task(_serve(supervisor, least))
+        stop = asyncio.create_task(stopped.wait())
+        await asyncio.wait((serving, stop), return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
+        serving.cancel()
+        return 0
+    finally:
+        if supervisor is not None:
+            await supervisor.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _serve(supervisor: Supervisor, least: int) -> None:
+    await supervisor.start(least)
+    n = len(supervisor.workers)
+    print(
+        f"hypic launch: {supervisor.front.process.http} is ready, {least} of {n} workers or more are alive",
+        file=sys.stderr,
+        flush=True,
+    )
+    await supervisor.run()

@@ -1,0 +1,137 @@
+"""What ``hypic launch`` starts: command line and environment of each process."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from hypic.config import HypicConfig
+
+_FRONT_ONLY = ("--host", "--port", "--fastapi-root-path", "--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs")
+"""SGLang's flags that say how the endpoint is reached: workers are reached by their router alone, on this host."""
+_WORKER_ONLY = ("--base-gpu-id", "--gpu-id-step", "--nccl-port", "--dist-init-addr", "--nnodes", "--node-rank")
+LOCAL = "127.0.0.1"
+
+
+class LaunchError(RuntimeError):
+    """The cluster cannot be started; the text says why and what to do."""
+
+
+class Process(NamedTuple):
+    """A process of the cluster: its name in logs and on the control socket."""
+
+    name: str
+    command: tuple[str, ...]
+    env: Mapping[str, str]
+    http: str
+    """Base URL of its server."""
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked for.
+
+    Attributes:
+        argv: SGLang's flags, the model among them.
+        config: the plugin's settings.
+        workers: how many.
+        tp: GPUs of each.
+        cpu: no GPUs.
+        policy, costs: of the router.
+    """
+
+    argv: tuple[str, ...]
+    config: HypicConfig
+    workers: int
+    tp: int = 1
+    cpu: bool = False
+    policy: str = "lpt"
+    costs: Path | None = None
+
+
+def processes(layout: Layout, folder: Path, token: str, environ: Mapping[str, str]) -> tuple[Process, list[Process]]:
+    """The front, and the workers in order.
+
+    Args:
+        folder: for sockets, entered by us alone.
+        token: by which workers know their router.
+
+    Raises:
+        LaunchError: a flag that cannot go with several workers.
+    """
+    for flag in ("--nnodes", "--node-rank", "--dist-init-addr"):
+        if _value(layout.argv, flag) is not None:
+            raise LaunchError(f"{flag}: hypic launch starts workers on one node; leave it out")
+    control = f"ipc://{folder}/control"
+    shared = {**environ, **layout.config.to_env(), "HYPIC_ROUTER_TOKEN": token}
+    if layout.cpu:
+        shared["HYPIC_CPU"] = "1"
+    front_env = {
+        **shared,
+        "HYPIC_ROUTER_BIND": control,
+        "HYPIC_ROUTER_POLICY": layout.policy,
+        "HYPIC_ROUTER_STATUS": str(status_file(folder)),
+    }
+    if layout.costs is not None:
+        front_env["HYPIC_ROUTER_COSTS"] = str(layout.costs.absolute())
+    host, port = _value(layout.argv, "--host") or LOCAL, _value(layout.argv, "--port") or "30000"
+    front = Process(
+        "router",
+        (sys.executable, "-m", "hypic.router.front", *_without(layout.argv, _WORKER_ONLY)),
+        front_env,
+        f"http://{LOCAL if host == '0.0.0.0' else host}:{port}",
+    )
+    argv = _without(layout.argv, (*_FRONT_ONLY, "--base-gpu-id"))
+    first = int(_value(layout.argv, "--base-gpu-id") or 0)
+    out = []
+    for i, worker_port in enumerate(free_ports(layout.workers)):
+        name = f"w{i}"
+        env = {**shared, "HYPIC_ROUTER": control, "HYPIC_WORKER": name, "HYPIC_DATA": f"ipc://{folder}/{name}"}
+        flags = ["--host", LOCAL, "--port", str(worker_port), "--incremental-streaming-output"]
+        if layout.cpu:
+            env.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // layout.workers, 1)))
+        else:
+            flags += ["--base-gpu-id", str(first + i * layout.tp)]
+        command = (sys.executable, "-m", "hypic", "serve", *argv, *flags)
+        out.append(Process(name, command, env, f"http://{LOCAL}:{worker_port}"))
+    return front, out
+
+
+def status_file(folder: Path) -> Path:
+    """Where the launcher writes for the front what it knows of the workers' processes."""
+    return folder / "processes.json"
+
+
+def free_ports(n: int) -> list[int]:
+    """Ports of this host that nobody listens on, all different."""
+    sockets = [socket.socket() for _ in range(n)]
+    try:
+        for s in sockets:
+            s.bind((LOCAL, 0))
+        return [s.getsockname()[1] for s in sockets]
+    finally:
+        for s in sockets:
+            s.close()
+
+
+def _value(argv: Sequence[str], flag: str) -> str | None:
+    from hypic.commands.serve import flag_value
+
+    return flag_value(argv, flag)
+
+
+def _without(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """`argv` without these flags and their values."""
+    out, words = [], iter(argv)
+    for word in words:
+        flag, equals, _ = word.partition("=")
+        if flag not in flags:
+            out.append(word)
+        elif not equals:
+            next(words, None)
+    return out

@@ -1,0 +1,206 @@
+"""Looks after the processes of a cluster: starts them, prefixes their logs, starts them again, and ends them all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from hypic.router.launch.plan import LaunchError, Process, status_file
+
+_POLL = 0.2
+_BACKOFF = (0.5, 30.0)
+"""Seconds before the first restart in a row, and at most."""
+_STEADY = 60.0
+"""A process that ran this long begins anew with short waits."""
+_GRACE = 3.0
+"""From SIGTERM to SIGKILL. A worker has nothing to save; its clients get their errors from the router."""
+_LAST_LINES = 30
+
+
+class Child:
+    """One process and its restarts."""
+
+    def __init__(self, process: Process, out: TextIO, width: int):
+        self.process, self._out, self._prefix = process, out, f"{process.name:{width}} | "
+        self.restarts = 0
+        self.pid = 0
+        self.last: deque[str] = deque(maxlen=_LAST_LINES)
+        """What it printed last."""
+        self._running: asyncio.subprocess.Process | None = None
+
+    async def run(self) -> int:
+        """Run it once, to its end. Returns the exit status."""
+        self._running = await asyncio.create_subprocess_exec(
+            *self.process.command,
+            env=dict(self.process.env),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches the launcher alone, and the group can be ended as a whole
+        )
+        self.pid = self._running.pid
+        copying = asyncio.create_task(self._copy(self._running.stdout))
+        try:
+            return await self._running.wait()
+        finally:
+            self.kill()  # what it has started, too: then the pipe ends
+            await copying
+
+    def terminate(self) -> None:
+        if self._running is not None and self._running.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._running.terminate()
+
+    def kill(self) -> None:
+        """The whole process group."""
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    async def _copy(self, stream: asyncio.StreamReader | None) -> None:
+        """Lines with the name in front."""
+        assert stream is not None
+        while line := await _line(stream):
+            self.last.append(line)
+            print(self._prefix + line, end="", file=self._out, flush=True)
+
+
+class Supervisor:
+    """A cluster while it runs.
+
+    Args:
+        front, workers: what to start.
+        folder: of the sockets.
+        stagger: start a worker only once the one before it is alive.
+        out: where logs go.
+    """
+
+    def __init__(
+        self, front: Process, workers: Sequence[Process], folder: Path, stagger: bool = False, out: Any = None
+    ):
+        width = max(len(p.name) for p in (front, *workers))
+        self.front = Child(front, out or sys.stdout, width)
+        self.workers = [Child(p, out or sys.stdout, width) for p in workers]
+        self._folder, self._stagger = folder, stagger
+        self._up: set[str] = set()
+        """Workers that were alive once, and "router" once its front answered."""
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stopping = asyncio.Event()
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Ends with a LaunchError once the cluster cannot go on."""
+
+    async def start(self, least: int) -> None:
+        """Start everything, and wait until `least` workers are alive. Raises LaunchError."""
+        self._tasks.append(asyncio.create_task(self._keep(self.front)))
+        control = self._folder / "control"
+        while not control.exists():  # from here on its flags, its model and its port are known to be good
+            await self._moment()
+        for child in self.workers:
+            self._tasks.append(asyncio.create_task(self._keep(child)))
+            while self._stagger and child.process.name not in self._up:
+                await self._look()
+        while len(self._up - {"router"}) < least:
+            await self._look()
+
+    async def run(self) -> None:
+        """Until stopped. Raises LaunchError."""
+        while True:
+            await self._look()
+
+    async def stop(self) -> None:
+        """End all processes; takes seconds."""
+        self._stopping.set()
+        children = [self.front, *self.workers]
+        for child in children:
+            child.terminate()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_GRACE)
+        for child in children:
+            child.kill()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.failed.done():
+            self.failed.exception()
+
+    # ------------------------------------------------------------------ helpers
+
+    async def _keep(self, child: Child) -> None:
+        """Run it, and again whenever it ends."""
+        wait = _BACKOFF[0]
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            self._write_status()
+            status = await child.run()
+            if self._stopping.is_set():
+                return
+            if (child is self.front and "router" not in self._up) or (
+                child.process.name not in self._up and not child.restarts
+            ):
+                self._fail(f"{child.process.name} ended with status {status} before it was ready", child)
+                return
+            child.restarts += 1
+            wait = _BACKOFF[0] if time.monotonic() - began > _STEADY else wait
+            print(
+                f"hypic launch: {child.process.name} ended with status {status}; starting it again in {wait:g} s "
+                f"(restart {child.restarts})",
+                file=sys.stderr,
+                flush=True,
+            )
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), wait)
+            wait = min(2 * wait, _BACKOFF[1])
+
+    def _fail(self, text: str, child: Child) -> None:
+        if not self.failed.done():
+            last = "".join(child.last)[-2000:].rstrip()
+            self.failed.set_exception(LaunchError(f"{text}\n{last}" if last else text))
+
+    def _write_status(self) -> None:
+        """For `/workers` of the front; a reader sees the old file or the new one."""
+        known = {c.process.name: {"pid": c.pid, "restarts": c.restarts} for c in self.workers}
+        part = status_file(self._folder).with_suffix(".part")
+        part.write_text(json.dumps(known))
+        part.replace(status_file(self._folder))
+
+    async def _look(self) -> None:
+        """See which workers are alive."""
+        await self._moment()
+        self._write_status()
+        if (snapshot := await asyncio.to_thread(get_json, f"{self.front.process.http}/workers")) is not None:
+            self._up |= {"router", *(w["name"] for w in snapshot["workers"] if w["state"] == "alive")}
+
+    async def _moment(self) -> None:
+        await asyncio.wait((self.failed,), timeout=_POLL if len(self._up) <= len(self.workers) else 1.0)
+        if self.failed.done():
+            self.failed.result()
+
+
+async def _line(stream: asyncio.StreamReader) -> str:
+    """The next line; "" at the end. A line that is too long comes in parts."""
+    try:
+        raw = await stream.readuntil(b"\n")
+    except asyncio.IncompleteReadError as e:
+        raw = e.partial
+    except asyncio.LimitOverrunError as e:
+        raw = await stream.readexactly(e.consumed) + b"\n"
+    return raw.decode(errors="replace")
+
+
+def get_json(url: str, headers: dict[str, str] | None = None, timeout: float = 5.0) -> Any:
+    """What a server of ours answers; None if it does not."""
+    try:
+        request = urllib.request.Request(url, headers=headers or {})
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            return json.load(response)
+    except (OSError, ValueError, urllib.error.URLError):
+        return None

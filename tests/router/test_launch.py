@@ -1,0 +1,170 @@
+"""What `hypic launch` starts, and how it looks after it. The processes are real, what they run is small."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hypic.commands.launch import read_layout
+from hypic.config import from_env
+from hypic.router.launch.plan import LaunchError, Layout, Process, free_ports, processes
+from hypic.router.launch.supervisor import Supervisor
+
+CONFIG = from_env({"HYPIC_ENABLED": "1", "HYPIC_SEAM_WINDOW": "12"})
+FRONT = """
+import http.server, json, os, sys
+open(sys.argv[1] + "/control", "w").close()
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        names = json.load(open(sys.argv[1] + "/processes.json"))
+        self.send_response(200), self.end_headers()
+        alive = [{"name": n, "state": "alive" if p["pid"] and n != "BAD" else "absent"} for n, p in names.items()]
+        self.wfile.write(json.dumps({"workers": alive}).encode())
+    def log_message(self, *_): pass
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()
+"""
+SLEEP = "import time; print('I am here', flush=True); time.sleep(600)"
+
+
+def test_each_worker_has_its_gpus_ports_and_sockets(tmp_path: Path) -> None:
+    argv = ("--model-path", "m", "--tp=2", "--host", "0.0.0.0", "--port=81", "--base-gpu-id", "1", "--api-key", "k")
+    costs = tmp_path / "c.toml"
+    layout = Layout(argv=argv, config=CONFIG, workers=3, tp=2, policy="round_robin", costs=costs)
+    front, workers = processes(layout, tmp_path, "sesame", {"PATH": "/bin"})
+    assert front.http == "http://127.0.0.1:81"
+    assert front.command[3:] == ("--model-path", "m", "--tp=2", "--host", "0.0.0.0", "--port=81", "--api-key", "k")
+    assert front.env["HYPIC_ROUTER_POLICY"] == "round_robin" and front.env["HYPIC_ROUTER_COSTS"] == str(costs)
+    assert [w.name for w in workers] == ["w0", "w1", "w2"] and len({w.http for w in workers}) == 3
+    for i, w in enumerate(workers):
+        flags = w.command[4:]
+        assert flags[:5] == ("--model-path", "m", "--tp=2", "--api-key", "k")
+        assert flags[flags.index("--base-gpu-id") + 1] == str(1 + 2 * i)
+        assert (
+            w.http == f"http://127.0.0.1:{flags[flags.index('--port') + 1]}"
+            and "--incremental-streaming-output" in flags
+        )
+        assert (w.env["HYPIC_WORKER"], w.env["HYPIC_DATA"]) == (w.name, f"ipc://{tmp_path}/{w.name}")
+        assert w.env["HYPIC_ROUTER"] == front.env["HYPIC_ROUTER_BIND"] == f"ipc://{tmp_path}/control"
+        assert from_env(w.env).router and not from_env(front.env).router, "the front is no worker"
+        for env in (w.env, front.env):
+            assert env["HYPIC_ROUTER_TOKEN"] == "sesame"
+            assert env["HYPIC_SEAM_WINDOW"] == "12" and env["PATH"] == "/bin"
+
+
+def test_workers_share_the_cores_of_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 9)
+    layout = Layout(argv=("--model-path", "m"), config=CONFIG, workers=4, cpu=True)
+    _, workers = processes(layout, tmp_path, "t", {})
+    assert all(w.env["OMP_NUM_THREADS"] == "2" and "--base-gpu-id" not in w.command for w in workers)
+    _, workers = processes(layout, tmp_path, "t", {"OMP_NUM_THREADS": "7"})
+    assert workers[0].env["OMP_NUM_THREADS"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("args", "word"),
+    [
+        ([], "name a model"),
+        (["/nowhere"], "no config.json"),
+        (["m", "--tp", "none"], "--tp none"),
+        (["m", "--nnodes", "2"], "--nnodes"),
+    ],
+)
+def test_what_cannot_be_started(args: list[str], word: str, tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=word):
+        processes(read_layout(args, 2), tmp_path, "t", {})
+    with pytest.raises(LaunchError, match="--policy"):
+        read_layout(["m"], 2, policy="random")
+
+
+def supervisor(folder: Path, programs: Iterable[str], front: str = FRONT, out: io.StringIO | None = None) -> Supervisor:
+    (port,) = free_ports(1)
+    env = dict(os.environ)
+    first = Process("router", (sys.executable, "-c", front, str(folder), str(port)), env, f"http://127.0.0.1:{port}")
+    workers = [Process(f"w{i}", (sys.executable, "-c", p, str(folder)), env, "") for i, p in enumerate(programs)]
+    return Supervisor(first, workers, folder, out=out)
+
+
+def test_logs_restarts_and_the_end(folder: Path) -> None:
+    """Lines carry names; a worker that is killed comes back and is counted; in the end no process is left, nor what they
+    started."""
+    nested = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}]); {SLEEP}"
+
+    async def main() -> tuple[str, list[int]]:
+        out = io.StringIO()
+        s = supervisor(folder, [SLEEP, nested], out=out)
+        try:
+            async with asyncio.timeout(20):
+                await s.start(least=2)
+                pids = [c.pid for c in (s.front, *s.workers)]
+                while "w0     | I am here" not in out.getvalue():
+                    await asyncio.sleep(0.05)
+                os.kill(s.workers[0].pid, signal.SIGKILL)
+                while s.workers[0].pid == pids[1] or out.getvalue().count("I am here") < 4:
+                    await asyncio.sleep(0.05)
+                pids += [s.workers[0].pid, *(p.pid for p in psutil.Process(s.workers[1].pid).children())]
+                assert len(pids) == 5 and s.workers[0].restarts == 1
+                s._write_status()
+                status = json.loads((folder / "processes.json").read_text())
+                assert status["w0"] == {"pid": s.workers[0].pid, "restarts": 1} and status["w1"]["restarts"] == 0
+        finally:
+            await s.stop()
+        return out.getvalue(), pids
+
+    log, pids = asyncio.run(main())
+    assert log.count("w1     | I am here") == 2
+    deadline = time.monotonic() + 5
+    while alive := [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("who", ["router", "w1"])
+def test_what_never_comes_up_ends_the_launch_with_what_it_said(folder: Path, who: str) -> None:
+    bad = "import sys; print('no such model'); sys.exit(3)"
+
+    async def main() -> None:
+        s = supervisor(
+            folder,
+            [SLEEP, bad if who == "w1" else SLEEP],
+            bad if who == "router" else FRONT.replace("BAD", who),
+            io.StringIO(),
+        )
+        try:
+            async with asyncio.timeout(20):
+                with pytest.raises(LaunchError, match=f"(?s){who} ended with status 3 before.*no such model"):
+                    await s.start(least=2)
+        finally:
+            await s.stop()
+        assert (who == "w1") == bool(s.workers[0].pid), "nothing is started behind a front that cannot serve"
+
+    asyncio.run(main())
+
+
+def test_a_signal_ends_the_command_and_removes_its_folder(tmp_path: Path) -> None:
+    """The real command, stopped while its front starts."""
+    from hypic.check.tiny_models import build
+
+    env = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "hypic", "launch", str(build("qwen35")), "--port", str(free_ports(1)[0])]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 20
+    while not (children := psutil.Process(process.pid).children()):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    (folder,) = tmp_path.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    process.send_signal(signal.SIGTERM)
+    process.wait(timeout=10)
+    assert process.returncode == 0 and not list(tmp_path.iterdir())
+    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in children)

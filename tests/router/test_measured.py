@@ -1,0 +1,38 @@
+"""Costs that follow what is seen."""
+
+from __future__ import annotations
+
+import pytest
+
+from hypic.router.costs import Costs
+from hypic.router.measured import BUILT_IN, Measured
+from hypic.router.schedule import Cluster, Segment, Worker, place
+
+
+def test_transfers_that_overlap_share_a_pipe() -> None:
+    """Two of 1 GB in the same second are 2 GB/s, not 1; another worker's pipe is another."""
+    measured = Measured(BUILT_IN)
+    measured.arrived("w0", 10**9, 1.0, now=10.0)
+    assert measured.costs.transfer_gb_s == pytest.approx(1.0)
+    measured.arrived("w0", 10**9, 1.0, now=10.0)
+    assert measured.costs.transfer_gb_s == pytest.approx(2.0)
+    measured.arrived("w1", 10**9, 1.0, now=10.0)
+    assert measured.costs.transfer_gb_s == pytest.approx(2.0 - 0.25), (
+        "one new sample of 1 GB/s, a quarter of its weight"
+    )
+    measured.arrived("w0", 10**9, 0.1, now=20.0)
+    assert measured.costs.transfer_gb_s == pytest.approx(1.75 + 0.25 * (10 - 1.75)), "after a pause another sample"
+    measured.arrived("w0", 0, 1.0, now=30.0)
+    assert measured.transfers == 4, "of unknown size: says nothing"
+
+
+@pytest.mark.parametrize(("gb_s", "scattered"), [(10.0, True), (0.0001, False)])
+def test_the_threshold_is_measured(gb_s: float, scattered: bool) -> None:
+    """The same request is scattered or not as transfers turn out to be fast or slow."""
+    measured = Measured(Costs(tokens_per_s=1000, transfer_gb_s=1.0, link_s=0.1))
+    seconds = 1e6 / (gb_s * 1e9)
+    measured.arrived("w0", 10**6, seconds, now=10.0)
+    cluster = Cluster(measured.costs)
+    cluster.workers = {name: Worker(name) for name in ("w0", "w1")}
+    segments = [Segment(bytes([i]) * 24, 500, 10**6) for i in range(4)]
+    assert place(cluster, segments).scattered is scattered

@@ -1,0 +1,118 @@
+"""What the front makes of a worker's answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+import pytest
+
+pytest.importorskip("sglang")
+from sglang.srt.managers.tokenizer_manager import ReqState
+
+from hypic.router.front.wire import Assembly, body, error_of, events
+from hypic.segment import Bounds, RequestSpans
+
+
+async def _blocks(raw: bytes, size: int) -> AsyncIterator[bytes]:
+    for i in range(0, len(raw), size):
+        yield raw[i : i + size]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 10_000])
+def test_events_however_they_are_cut(size: int) -> None:
+    sent = [{"text": "a\n\nb", "n": 1}, {"text": "ü" * 50}, {"text": ""}]
+    raw = b"".join(b"data: " + orjson.dumps(e) + b"\n\n" for e in sent) + b"data: [DONE]\n\ndata: {}\n\n"
+
+    async def read() -> list[Any]:
+        return [e async for e in events(_blocks(raw, size))]
+
+    assert asyncio.run(read()) == sent
+
+
+def _state() -> Any:
+    return ReqState([], False, asyncio.Event(), SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
+
+
+def _chunks() -> list[dict[str, Any]]:
+    def chunk(text: str, ids: list[int], last: bool = False) -> dict[str, Any]:
+        logprobs = [[-0.5, i, None] for i in ids]
+        meta = {"id": "r", "finish_reason": {"type": "length"} if last else None, "output_token_logprobs": logprobs}
+        return {"text": text, "output_ids": ids, "meta_info": meta}
+
+    return [chunk("one", [1]), chunk(" two", [2, 3]), chunk("!", [4], last=True)]
+
+
+def test_a_stream_of_all_so_far() -> None:
+    state = _state()
+    assembly = Assembly(state, stream=True, incremental=False)
+    outs = []
+    for c in _chunks():
+        out = assembly.add(c)
+        assert out is not None
+        outs.append(
+            (out["text"] or state.get_text(), list(out["output_ids"]), len(out["meta_info"]["output_token_logprobs"]))
+        )
+    assert outs == [("one", [1], 1), ("one two", [1, 2, 3], 3), ("one two!", [1, 2, 3, 4], 4)] and state.finished
+
+
+def test_a_stream_of_what_is_new() -> None:
+    state = _state()
+    assembly = Assembly(state, stream=True, incremental=True)
+    assert [assembly.add(c) for c in _chunks()] == _chunks() and state.finished
+
+
+def test_one_answer_and_a_worker_that_was_lost() -> None:
+    """Nothing of the lost worker's tokens is in the answer of the next."""
+    state = _state()
+    assembly = Assembly(state, stream=False, incremental=False)
+    assert [assembly.add(c) for c in _chunks()[:2]] == [None, None] and state.get_text() == "one two"
+    assembly.start_over()
+    *_, out = [assembly.add(c) for c in _chunks()]
+    assert out is not None and state.finished
+    assert (out["text"], out["output_ids"]) == ("one two!", [1, 2, 3, 4])
+    assert [i for _, i, _ in out["meta_info"]["output_token_logprobs"]] == [1, 2, 3, 4]
+
+
+def test_what_a_worker_is_sent() -> None:
+    """One prompt at a time, with what the client set, zero included, and SGLang's limit for it."""
+    import array
+
+    given = {"return_logprob": True, "logprob_start_len": 0, "extra_key": "", "lora_path": None, "no_logs": False}
+    obj = SimpleNamespace(**given, stream=False, sampling_params={"n": 3, "max_new_tokens": 9, "temperature": 0})
+    tokenized = SimpleNamespace(
+        rid="r", input_ids=array.array("q", [5, 6]), sampling_params=SimpleNamespace(max_new_tokens=0)
+    )
+    assert body(obj, tokenized, "r1") == {
+        "rid": "r",
+        "input_ids": [5, 6],
+        "sampling_params": {"n": 1, "max_new_tokens": 0, "temperature": 0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "extra_key": "",
+        "stream": False,  # every chunk of a stream would repeat the logprobs of the prompt
+    }
+    obj.logprob_start_len = -1
+    assert body(obj, tokenized, "r1")["stream"] is True
+    plan = RequestSpans(cached=(Bounds(0, 2),), salt="t")
+    obj.sampling_params["custom_params"] = {"theirs": 1, **plan.to_params()}
+    custom = body(obj, tokenized, "r1")["sampling_params"]["custom_params"]
+    assert custom == {"theirs": 1, **plan.to_params(), "hypic_request": "r1"}
+    assert obj.sampling_params["custom_params"]["hypic_request"] == "", "another attempt has another name"
+
+
+@pytest.mark.parametrize(
+    ("chunk", "status", "text"),
+    [
+        ({"error": {"message": "queue full", "code": 503}}, 503, "queue full"),
+        ({"error": {"message": "odd", "code": "x"}}, 500, "odd"),
+        ({"error": "plain"}, 500, "plain"),
+    ],
+)
+def test_errors_of_a_worker(chunk: dict[str, Any], status: int, text: str) -> None:
+    error = error_of(chunk)
+    assert error is not None and (error.status, str(error)) == (status, text)
+    assert error_of({"text": "a", "meta_info": {}}) is None

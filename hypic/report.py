@@ -20,6 +20,8 @@ text. declined: see ``reason``.
 """
 HITS: tuple[Outcome, ...] = ("hit_device", "hit_remote")
 """Its artifact was there before the request."""
+ELSEWHERE: tuple[Outcome, ...] = ("hit_remote", "received")
+"""Its artifact came from another worker for this request."""
 BOUGHT: tuple[Outcome, ...] = ("compiled", "received", "waited")
 """It was computed on the request's behalf, here or elsewhere."""
 

@@ -19,6 +19,7 @@ from hypic.engine import keys
 from hypic.engine.metrics import EngineMetrics
 from hypic.engine.request import Compile, Link, LinkState, Segment, compile_of, link_of
 from hypic.plan import mark_interiors
+from hypic.report import ELSEWHERE
 from hypic.segment import INTERNAL_RID_PREFIX, MalformedSpans, RequestSpans
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ class LinkManager:
             assert link is not None
             ours = bool(artifact.made_for) and artifact.made_for == link.spans.request
             if ours and artifact.source:
-                s.outcome, s.worker = "received" if artifact.cold else "hit_remote", artifact.source
+                s.outcome = "received" if artifact.cold else "hit_remote"
             elif compiled or ours:
                 s.outcome = "compiled"
             else:
@@ -343,6 +344,20 @@ class LinkManager:
             if link is not None and artifact in link.artifacts:
                 return req
         return None
+
+    def compile_instead(self, artifact: Artifact) -> bool:
+        """The artifact will not come from elsewhere: compile it, if a request here waits for it. False if none does."""
+        parent = self.waiting_for(artifact)
+        if parent is None:
+            return False
+        artifact.source = ""
+        for req in self._waiting.values():
+            link = link_of(req)
+            for s in link.segments if link is not None else ():
+                if s.artifact is artifact and s.outcome in ELSEWHERE:
+                    s.outcome = "compiled"
+        self.start_compile(artifact, parent)
+        return True
 
     def load(self) -> tuple[int, int]:
         """Requests that run, and tokens in the waiting queue."""

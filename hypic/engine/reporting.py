@@ -6,7 +6,7 @@ from typing import Any
 
 from hypic.engine.keys import METHOD
 from hypic.engine.request import Link, Segment, link_of
-from hypic.report import HITS, Report, SpanReport
+from hypic.report import ELSEWHERE, HITS, Report, SpanReport
 
 
 class _FirstChunk(list[str]):
@@ -67,7 +67,8 @@ def build_report(link: Link, prompt_tokens: int) -> Report:
         radix = max(min(hit, end) - start, 0)
         if isinstance(m, Segment):
             span = SpanReport(kind="segment", id=m.id, start=start, tokens=n, outcome=m.outcome, reason=m.reason)
-            span.worker = m.worker
+            if m.outcome in ELSEWHERE and m.artifact is not None:
+                span.worker = m.artifact.source
             interior = 0 if m.plain or end <= hit else max(n - w, 0)
             span.reused = radix + (interior if m.outcome in HITS else 0)
             span.recomputed = n - radix - interior

@@ -61,8 +61,6 @@ class Segment:
     reason: str | None = None
     artifact: Artifact | None = None
     plain: bool = False
-    worker: str | None = None
-    """The other worker that its artifact came from for this request."""
 
     @property
     def length(self) -> int:

@@ -253,14 +253,13 @@ class Sharing:
             store.commit(artifact)
             return
         artifact.source = ""
-        waiting = self.manager.waiting_for(artifact)
         if artifact.stale:
             store.unlock(artifact)
-        elif waiting is not None or event.key in self._orders:
-            artifact.made_for = waiting.hypic.spans.request if waiting is not None else ""
-            self.manager.start_compile(artifact, waiting)
-        else:
-            store.discard(artifact)
+        elif not self.manager.compile_instead(artifact):
+            if event.key in self._orders:
+                self.manager.start_compile(artifact, None)
+            else:
+                store.discard(artifact)
 
     def _check_header(self, artifact: Artifact) -> None:
         """Raises HeaderError unless the blob says that it is what we would have written."""

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import msgspec
 import torch
 
 from hypic.artifact.layout import ArtifactLayout, LinearShape
+from hypic.artifact.store import Artifact
+from hypic.engine.batch import CompileRow
 from hypic.engine.gdn import gdn_parameters
+from hypic.engine.gdn_compile import CompileStep
+from hypic.engine.request import Compile
 from hypic.kernels.gdn_chain import ChainItem, ChainPlan, gdn_chain
-from hypic.kernels.gdn_inputs import InputsPlan, gdn_inputs
-from hypic.kernels.gdn_transition import TransitionPlan, gdn_transition
 
 COMPOSITION_TOLERANCE = 2e-3
 """Bound on the composed state's error relative to the largest entry, in IEEE float32."""
 
-_SEAM, _INTERIOR, _QUERY = 8, 70, 5
+_PREFIX, _SEAM, _INTERIOR, _QUERY = 9, 8, 70, 5
 
 
 class ComposeError(ValueError):
@@ -31,7 +34,9 @@ def linear_layers(model: Any) -> dict[int, Any]:
 @torch.no_grad()
 def check_composition(model: Any, shape: LinearShape) -> float:
     """Run random inputs through the first and last linear layer twice: token by token, and with the middle joined as an
-    artifact. Returns the worst relative error of the end states.
+    artifact, compiled as in a batch but for the tokens' own pass. Returns the worst relative error of the end states.
+
+    The segment stands behind other tokens: at the start of a prompt h T + S is its end state whatever T is.
 
     Raises:
         ComposeError: a layer is missing or the error exceeds COMPOSITION_TOLERANCE.
@@ -48,54 +53,41 @@ def check_composition(model: Any, shape: LinearShape) -> float:
 
 
 def _layer_error(layer: Any, shape: LinearShape) -> float:
-    weights = layer.conv_weights
-    device, total = weights.device, _SEAM + _INTERIOR + _QUERY
+    device, segment = layer.conv_weights.device, _SEAM + _INTERIOR
+    total = _PREFIX + segment + _QUERY
     one = ArtifactLayout(msgspec.structs.replace(shape, layer_ids=(0,), state_dtype="float32"), None)
+    assert one.linear is not None
     generator = torch.Generator().manual_seed(0)
 
     def random(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=generator).to(device)
 
     x, a, b = random(total, shape.conv_channels), random(total, shape.heads), random(total, shape.heads)
-    params = gdn_parameters(layer)
+    params, out = gdn_parameters(layer), x.new_zeros(total, shape.heads, shape.d_v)
     arena = torch.zeros(one.payload_bytes(0), dtype=torch.uint8, device=device)
-    offsets: dict[str, Any] = dict(t_off=one.t_offset(0), s_off=one.s_offset(0))
-    width = shape.conv_width + 1
+    states: dict[str, Any] = dict(t_off=one.t_offset(0), s_off=one.s_offset(0), state_dtype=torch.float32)
+    conv_dtype = getattr(torch, shape.conv_dtype)
+    conv = torch.zeros(3, shape.conv_channels, shape.conv_width, dtype=conv_dtype, device=device)
+    state = torch.zeros(3, shape.heads, shape.d_v, shape.d_k, device=device)
 
-    def pools() -> dict[str, Any]:
-        dtype = getattr(torch, shape.conv_dtype)
-        return dict(
-            conv_pool=torch.zeros(1, shape.conv_channels, shape.conv_width, dtype=dtype, device=device),
-            ssm_pool=torch.zeros(1, shape.heads, shape.d_v, shape.d_k, device=device),
-        )
-
-    def chain(items: list[ChainItem]) -> torch.Tensor:
-        state = pools()
-        plan = ChainPlan.build(rows=[items], slot=[0], fresh=[True], conv_width=width, device=device)
-        out = x.new_zeros(total, shape.heads, shape.d_v)
+    def chain(slot: int, items: list[ChainItem]) -> torch.Tensor:
+        plan = ChainPlan.build(rows=[items], slot=[slot], fresh=[True], conv_width=shape.conv_width + 1, device=device)
         gdn_chain(
-            x, a, b, **params, **state, arena=arena, **offsets,
+            x, a, b, **params, conv_pool=conv, ssm_pool=state, arena=arena, **states,
             c_off=one.conv_offset(0), plan=plan, out=out, precision="ieee",
         )  # fmt: skip
-        return state["ssm_pool"]
+        return state[slot]
 
-    whole = chain([ChainItem(0, total)])
-    # The interior is compiled behind its own seam, from zero, as a compile request does.
-    inputs = InputsPlan.build(
-        seq_tok=[0],
-        seq_len=[_SEAM + _INTERIOR],
-        seq_slot=[0],
-        seq_fresh=[True],
-        seq_skip=[_SEAM],
-        conv_width=width,
-        device=device,
-    )
-    k, v, g, beta = gdn_inputs(x, a, b, **params, conv_pool=pools()["conv_pool"], plan=inputs)
-    plan = TransitionPlan.build(cu=[0, len(k)], blob=[0], first=[True], device=device)
-    gdn_transition(k, v, g, beta, arena=arena, **offsets, plan=plan, precision="ieee")
-    window = slice(_SEAM + _INTERIOR - shape.conv_width, _SEAM + _INTERIOR)
-    tail = x[window].t().to(getattr(torch, shape.conv_dtype)).contiguous()
-    at = one.conv_offset(0)
-    arena[at : at + tail.numel() * tail.element_size()] = tail.view(torch.uint8).flatten()
-    joined = chain([ChainItem(0, _SEAM, 0, shape.conv_width), ChainItem(_SEAM + _INTERIOR, _QUERY)])
+    artifact = Artifact(b"", array("q", range(segment)), "", 0, arena.numel(), 0)
+    row = CompileRow(Compile(artifact, _SEAM), pool_row=0, begin=0, end=segment)
+    step = CompileStep([row], [_PREFIX], torch.zeros(1, dtype=torch.int64, device=device), one.linear)
+    step.before(
+        x, a, b, params=params, conv=conv, state=state, arena=arena, states=states, out=out, precision="ieee"
+    )  # fmt: skip
+    chain(0, [ChainItem(_PREFIX, segment)])
+    step.after(conv=conv, state=state, arena=arena, states=states, c_off=one.conv_offset(0), precision="ieee")
+
+    whole = chain(1, [ChainItem(0, total)])
+    seam, query = _PREFIX, _PREFIX + segment
+    joined = chain(2, [ChainItem(0, _PREFIX), ChainItem(seam, _SEAM, 0, shape.conv_width), ChainItem(query, _QUERY)])
     return float((joined - whole).abs().max() / whole.abs().max().clamp(min=1e-20))

@@ -2,7 +2,7 @@
 
 Seams and short runs go through one chain kernel, which joins artifacts as it passes them; long runs, ordinary rows and
 compiling rows go through SGLang's own kernels. Both read and write the request's own state slot, so they compose in any
-order. Compiling rows also yield (T, S) of their interior.
+order. Compiling rows also yield their artifact's part, see gdn_compile.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hypic.engine.batch import CompileRow, Stage, linear_stages
+from hypic.engine.batch import Stage, linear_stages
+from hypic.engine.gdn_compile import CompileStep
 from hypic.kernels.gdn_chain import ChainPlan, gdn_chain
-from hypic.kernels.gdn_inputs import InputsPlan, gdn_inputs
-from hypic.kernels.gdn_transition import TransitionPlan, gdn_transition
 
 if TYPE_CHECKING:
     from hypic.engine.forward import ForwardPlan, LinkRuntime
@@ -97,36 +96,11 @@ class LinkedGdn:
         slots = self._translate_mamba_indices(virtual).to(torch.int64)  # type: ignore[attr-defined]
         stages = linear_stages(plan.batch, plan.prefix_lens, plan.extend_lens, linear.conv_width)
         self._steps = [_Step(self, forward_batch, stage, slots, linear.conv_width + 1) for stage in stages]
-        self._plan_compiles(slots, linear.conv_width + 1)
-
-    def _plan_compiles(self, slots: torch.Tensor, conv_width: int) -> None:
-        plan = self.hypic_plan
-        rows = sorted(plan.batch.compiles)
-        self._compiles: list[CompileRow] = [plan.batch.compiles[r] for r in rows]
-        if not rows:
-            return
-        device = slots.device
-        where = slots[torch.tensor(rows, device=device)]
-        skips = [min(max(c.compile.seam_window - c.begin, 0), c.end - c.begin) for c in self._compiles]
-        self._inputs = InputsPlan.build(
-            seq_tok=[int(plan.tokens[r]) for r in rows],
-            seq_len=[c.end - c.begin for c in self._compiles],
-            seq_slot=where,
-            seq_fresh=[c.begin == 0 for c in self._compiles],
-            seq_skip=skips,
-            conv_width=conv_width,
-            device=device,
-        )
-        cu = [0]
-        for c, skip in zip(self._compiles, skips, strict=True):
-            cu.append(cu[-1] + c.end - c.begin - skip)
-        self._transition = TransitionPlan.build(
-            cu=cu,
-            blob=[c.compile.artifact.base for c in self._compiles],
-            first=[c.begin <= c.compile.seam_window for c in self._compiles],
-            device=device,
-        )
-        self._tails = [(c.compile.artifact.base, where[i]) for i, c in enumerate(self._compiles) if c.last]
+        self._compile: CompileStep | None = None
+        if rows := sorted(plan.batch.compiles):
+            self._compile = CompileStep(
+                [plan.batch.compiles[r] for r in rows], [int(plan.tokens[r]) for r in rows], slots[rows], linear
+            )
 
     def forward_extend(self, layer: Any, forward_batch: Any, mixed_qkv: Any, a: Any, b: Any, **kwargs: Any) -> Any:
         runtime, layer_id = self.hypic_runtime, layer.layer_id
@@ -140,11 +114,11 @@ class LinkedGdn:
             s_off=layout.s_offset(layer_id),
             state_dtype=getattr(torch, layout.linear.state_dtype),
         )
-        if self._compiles:
-            # Before the native kernel moves the conv window on.
-            k, v, g, beta = gdn_inputs(mixed_qkv, a, b, plan=self._inputs, conv_pool=conv, **params)
-            gdn_transition(k, v, g, beta, arena=arena, plan=self._transition, **states)
         out = mixed_qkv.new_empty(1, mixed_qkv.shape[0], layer.num_v_heads, layer.head_v_dim)
+        if self._compile is not None:
+            self._compile.before(
+                mixed_qkv, a, b, params=params, conv=conv, state=state, arena=arena, states=states, out=out[0]
+            )
         for step in self._steps:
             if step.chain is not None:
                 gdn_chain(
@@ -162,11 +136,9 @@ class LinkedGdn:
             if step.checkpoints is not None:
                 source, target = step.checkpoints
                 conv[target], state[target] = conv[source], state[source]
-        if self._compiles:
-            width = conv[0].numel() * conv.element_size()
-            for base, slot in self._tails:
-                at = base + layout.conv_offset(layer_id)
-                arena[at : at + width].view(conv.dtype).view(conv.shape[1:]).copy_(conv[slot])
+        if self._compile is not None:
+            at = layout.conv_offset(layer_id)
+            self._compile.after(conv=conv, state=state, arena=arena, states=states, c_off=at)
         return out
 
     def _native(self, layer: Any, view: Any, mixed_qkv: Any, a: Any, b: Any, **kwargs: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""From the projected batch to the inputs of the gated delta rule: causal conv, SiLU, l2norm, gates."""
+"""From the projected batch to the inputs of the gated delta rule: causal conv, SiLU, l2norm, gates; for seam chains."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hypic.kernels._common import Impl, pick_impl
 from hypic.kernels._triton import block, constexpr, jit, require_triton, tl
-from hypic.kernels.gdn_plans import ARTIFACT, POOL, TOKEN, ZERO, InputsPlan, Runs, window_code
-
-__all__ = ["InputsPlan", "gdn_inputs"]
+from hypic.kernels.gdn_plans import ARTIFACT, POOL, TOKEN, Runs
 
 L2_EPS = 1e-6
 _TOKEN, _POOL, _ARTIFACT = constexpr(TOKEN), constexpr(POOL), constexpr(ARTIFACT)
@@ -68,18 +65,21 @@ class GdnLayer(NamedTuple):
 # ---------------------------------------------------------------- torch reference
 
 
-def conv_torch(layer: GdnLayer, taps: Sequence[Tensor]) -> Tensor:
-    """Causal convolution and activation. taps: for each of the W inputs under the kernel, oldest first, [n, D] fp32."""
-    weight = layer.conv_weight.float()
+def conv_torch(layer: GdnLayer, taps: Sequence[Tensor], channels: slice = slice(None)) -> Tensor:
+    """Causal convolution and activation of some channels.
+
+    taps: for each of the W inputs under the kernel, oldest first, [n, channels] fp32.
+    """
+    weight = layer.conv_weight[channels].float()
     y = taps[0] * weight[:, 0]
     for j in range(1, layer.width):
         y = y + taps[j] * weight[:, j]
     if layer.conv_bias is not None:
-        y = y + layer.conv_bias.float()
+        y = y + layer.conv_bias[channels].float()
     return F.silu(y) if layer.activation else y
 
 
-def _l2norm(x: Tensor) -> Tensor:
+def l2norm_torch(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2_EPS)
 
 
@@ -89,73 +89,13 @@ def split_heads_torch(layer: GdnLayer, y: Tensor) -> tuple[Tensor, Tensor, Tenso
     q, k, v = y.split([key_dim, key_dim, layer.num_v_heads * layer.head_v_dim], -1)
     heads = (y.shape[0], layer.num_k_heads, layer.head_k_dim)
     v = v.reshape(y.shape[0], layer.num_v_heads, layer.head_v_dim)
-    return _l2norm(q.reshape(heads)) * layer.head_k_dim**-0.5, _l2norm(k.reshape(heads)), v
+    return l2norm_torch(q.reshape(heads)) * layer.head_k_dim**-0.5, l2norm_torch(k.reshape(heads)), v
 
 
 def gates_torch(layer: GdnLayer, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Projections a, b [n, HV] -> log decay g = -exp(A_log) softplus(a + dt_bias) and beta = sigmoid(b), fp32."""
     g = -layer.A_log.float().exp() * F.softplus(a.float() + layer.dt_bias.float())
     return g, b.float().sigmoid()
-
-
-# ---------------------------------------------------------------- whole subsequences
-
-
-def gdn_inputs(
-    x: Tensor,
-    a: Tensor,
-    b: Tensor,
-    *,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    activation: str | None,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    num_k_heads: int,
-    num_v_heads: int,
-    head_k_dim: int,
-    head_v_dim: int,
-    conv_pool: Tensor,
-    plan: InputsPlan,
-    impl: Impl | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Keys, values and gates of whole subsequences, their output rows concatenated (M = ``plan.total``).
-
-    Args:
-        x: [T, D] projections before the convolution. a, b: [T, HV].
-        conv_pool: [slots, D, W-1]; call this *before* the native kernel replaces the windows.
-    Returns: fp32 k [M, HK, K] l2-normalised, v [M, HV, V], g [M, HV] (log decay), beta [M, HV].
-    Raises: ValueError if shapes disagree.
-    """
-    layer = GdnLayer(
-        conv_weight, conv_bias, activation, A_log, dt_bias, num_k_heads, num_v_heads, head_k_dim, head_v_dim
-    )
-    layer.check(x, conv_pool)
-    if pick_impl(impl, x) == "torch":
-        return _gdn_inputs_torch(layer, x, a, b, conv_pool, plan)
-    k = x.new_empty(plan.total, num_k_heads, head_k_dim, dtype=torch.float32)
-    v = x.new_empty(plan.total, num_v_heads, head_v_dim, dtype=torch.float32)
-    g, beta = (x.new_empty(plan.total, num_v_heads, dtype=torch.float32) for _ in range(2))
-    launch_inputs(layer, x, a, b, conv_pool, plan, None, k, v, g, beta)
-    return k, v, g, beta
-
-
-def _gdn_inputs_torch(
-    layer: GdnLayer, x: Tensor, a: Tensor, b: Tensor, conv_pool: Tensor, plan: InputsPlan
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    back = layer.width - 1
-    fresh = plan.item_win[:, 0] == window_code(ZERO)
-    windows = conv_pool[plan.slot].float().masked_fill(fresh[:, None, None], 0.0)
-    local = plan.run_tok - plan.item_tok[plan.run_item]
-    taps = []
-    for j in range(layer.width):
-        in_run = (local - back + j >= 0)[:, None]
-        from_run = x[(plan.run_tok - back + j).clamp(min=0)].float()
-        from_window = windows[plan.run_item, :, (local + j).clamp(max=back - 1)]
-        taps.append(torch.where(in_run, from_run, from_window))
-    _, k, v = split_heads_torch(layer, conv_torch(layer, taps))
-    g, beta = gates_torch(layer, a[plan.run_tok], b[plan.run_tok])
-    return k, v, g, beta
 
 
 # ---------------------------------------------------------------- Triton
@@ -168,17 +108,18 @@ def launch_inputs(
     b: Tensor,
     conv_pool: Tensor,
     runs: Runs,
-    q: Tensor | None,
+    q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    arena: Tensor | None = None,
-    c_off: int = 0,
+    arena: Tensor,
+    c_off: int,
 ) -> None:
-    """One launch: q (unless None), k [M, HK, K], v [M, HV, V], g and beta [M, HV], all contiguous fp32.
+    """One launch: q and k [M, HK, K], v [M, HV, V], g and beta [M, HV], all contiguous fp32.
 
-    Grid: blocks of 16 tokens x heads (q, k, then v). ``arena`` is needed only if windows reach into artifacts.
+    Grid: blocks of 16 tokens x heads (q, k, then v). For the few tokens of seams: every tap of the convolution looks up
+    where it stands (see gdn_plans). The many tokens of a compile go through gdn_keys.
     """
     require_triton(x)
     if runs.total == 0:
@@ -186,7 +127,7 @@ def launch_inputs(
     if a.stride(1) != 1 or b.stride(1) != 1:
         raise ValueError(f"a (strides {a.stride()}) and b ({b.stride()}) must be contiguous in their last dimension")
     hk, hv, tokens = layer.num_k_heads, layer.num_v_heads, 16
-    heads = (2 * hk if q is not None else hk) + hv
+    heads = 2 * hk + hv
     _inputs_kernel[(-(-runs.total // tokens), heads)](
         x,
         a,
@@ -196,14 +137,14 @@ def launch_inputs(
         layer.A_log,
         layer.dt_bias,
         conv_pool,
-        arena if arena is not None else conv_pool,
+        arena,
         runs.item_tok,
         runs.item_row,
         runs.item_win,
         runs.slot,
         runs.run_tok,
         runs.run_item,
-        q if q is not None else k,
+        q,
         k,
         v,
         g,
@@ -223,12 +164,24 @@ def launch_inputs(
         ITEM_BYTES=conv_pool.element_size(),
         HAS_BIAS=layer.conv_bias is not None,
         SILU=layer.activation is not None,
-        WITH_Q=q is not None,
         BM=tokens,
         BD=block(max(layer.head_k_dim, layer.head_v_dim)),
         VECTOR=gcd(16, layer.head_k_dim, layer.head_v_dim),
         num_warps=4,
     )
+
+
+@jit
+def unit_rows(y):
+    return y * tl.rsqrt(tl.sum(y * y, 1) + _L2_EPS)[:, None]
+
+
+@jit
+def gate(a, dt_bias, A_log):
+    """Log decay -exp(A_log) softplus(a + dt_bias) <= 0."""
+    pre = a + dt_bias
+    softplus = tl.where(pre > 20.0, pre, tl.log(1.0 + tl.exp(tl.minimum(pre, 20.0))))
+    return -tl.exp(A_log) * softplus
 
 
 @jit
@@ -280,7 +233,6 @@ def _inputs_kernel(
     ITEM_BYTES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
-    WITH_Q: tl.constexpr,
     BM: tl.constexpr,
     BD: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -289,8 +241,6 @@ def _inputs_kernel(
     BACK: tl.constexpr = W - 1
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     head = tl.program_id(1)
-    if not WITH_Q:
-        head += HK
     is_value = head >= 2 * HK
     dim = tl.where(is_value, DV, DK)
     first = tl.multiple_of(tl.where(is_value, 2 * HK * DK + (head - 2 * HK) * DV, head * DK), VECTOR)
@@ -324,14 +274,13 @@ def _inputs_kernel(
         hv = head - 2 * HK
         tl.store(v_out + (m[:, None] * HV + hv) * DV + d[None, :], y, mask=ok)
         pre = tl.load(a + token * a_stride + hv, mask=ok_m, other=0.0).to(tl.float32)
-        pre += tl.load(dt_bias + hv).to(tl.float32)
-        softplus = tl.where(pre > 20.0, pre, tl.log(1.0 + tl.exp(tl.minimum(pre, 20.0))))
-        tl.store(g_out + m * HV + hv, -tl.exp(tl.load(A_log + hv).to(tl.float32)) * softplus, mask=ok_m)
+        log_decay = gate(pre, tl.load(dt_bias + hv).to(tl.float32), tl.load(A_log + hv).to(tl.float32))
+        tl.store(g_out + m * HV + hv, log_decay, mask=ok_m)
         raw_beta = tl.load(b + token * b_stride + hv, mask=ok_m, other=0.0).to(tl.float32)
         tl.store(beta_out + m * HV + hv, tl.sigmoid(raw_beta), mask=ok_m)
     else:
         y = tl.where(ok, y, 0.0)
-        y = y * tl.rsqrt(tl.sum(y * y, 1) + _L2_EPS)[:, None]
+        y = unit_rows(y)
         if head < HK:
             tl.store(q_out + (m[:, None] * HK + head) * DK + d[None, :], y * (DK**-0.5), mask=ok)
         else:

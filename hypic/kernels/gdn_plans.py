@@ -52,52 +52,6 @@ class Runs:
     total: int
 
 
-class InputsPlan(Runs):
-    """Whole subsequences of a batch, each a row of one item; built once per batch by :meth:`build`."""
-
-    @classmethod
-    def build(
-        cls,
-        *,
-        seq_tok: Sequence[int],
-        seq_len: Sequence[int],
-        seq_slot: IntVector,
-        seq_fresh: Sequence[bool],
-        seq_skip: Sequence[int] | None = None,
-        conv_width: int,
-        device: torch.device | str,
-    ) -> InputsPlan:
-        """Plan subsequences of ``seq_len`` tokens that start at token ``seq_tok`` of the batch.
-
-        Args:
-            seq_slot: pool slots; may be a device tensor.
-            seq_fresh: True: a zero window precedes the subsequence, whatever the slot holds.
-            seq_skip: leading tokens (the seam) that feed the convolution but give no output. Default 0.
-            conv_width: W.
-        Raises: ValueError if a skip exceeds its length.
-        """
-        n = len(seq_tok)
-        skip = np.asarray(seq_skip if seq_skip is not None else [0] * n, np.int64)
-        counts = np.asarray(seq_len, np.int64) - skip
-        if (counts < 0).any():
-            raise ValueError(f"seq_skip {skip.tolist()} exceeds seq_len {list(seq_len)}")
-        columns = range(conv_width - 1)
-        windows = [[window_code(ZERO) if fresh else window_code(POOL, c) for c in columns] for fresh in seq_fresh]
-        run_item, run_tok = flatten_runs(np.asarray(seq_tok, np.int64) + skip, counts)
-        on_device = to_device(
-            {
-                "item_tok": seq_tok,
-                "item_row": np.arange(n),
-                "slot": seq_slot,
-                "item_win": np.asarray(windows, np.int64).reshape(n, conv_width - 1),
-                "run_tok": run_tok,
-                "run_item": run_item,
-            },
-            device,
-        )
-        return cls(**on_device, total=len(run_tok))
-
-
 def flatten_runs(first: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Runs of ``counts`` tokens from ``first`` -> (run, token of the batch) of every token, run by run."""
     run = np.repeat(np.arange(len(counts)), counts)

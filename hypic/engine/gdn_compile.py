@@ -1,0 +1,144 @@
+"""The linear part of artifacts: what a compiling row leaves behind in each GDN layer.
+
+SGLang's own kernel computes compiling rows whole, in their slots. Around it, per layer and in this order:
+
+1. before it, while the slots still hold the rows' earlier states and windows: T of the interiors, and the states h_w
+   after the seams, which run once more through the chain kernel on scratch slots;
+2. after it: S = h_end - h_w T and the conv window of every row that ends. Where a segment takes several forward passes,
+   h_w waits in the blob's S region.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hypic.artifact.layout import LinearShape
+from hypic.kernels.gdn_chain import ChainItem, ChainPlan, gdn_chain
+from hypic.kernels.gdn_end_states import IN_BLOB, NO_STATE, EndStatesPlan, gdn_end_states
+from hypic.kernels.gdn_keys import TransitionPlan, gdn_keys
+from hypic.kernels.gdn_transition import gdn_transition
+
+if TYPE_CHECKING:
+    from hypic.engine.batch import CompileRow
+
+
+class CompileStep:
+    """The compiling rows of a batch on the device, the same for every layer.
+
+    Args:
+        rows: the rows. tokens: where each begins in the batch. slots: their state slots, on the device.
+        linear: shapes of a layer.
+    """
+
+    def __init__(self, rows: list[CompileRow], tokens: list[int], slots: Tensor, linear: LinearShape):
+        device = slots.device
+        self._tail_bases = [c.compile.artifact.base for c in rows if c.last]
+        self._tail_slots = slots[[i for i, c in enumerate(rows) if c.last]]
+        self._transition = TransitionPlan.build(
+            seq_tok=tokens,
+            seq_len=[c.end - c.begin for c in rows],
+            seq_skip=[min(max(c.compile.seam_window - c.begin, 0), c.end - c.begin) for c in rows],
+            seq_slot=slots,
+            seq_fresh=[c.begin == 0 for c in rows],
+            blob=[c.compile.artifact.base for c in rows],
+            first=[c.begin <= c.compile.seam_window for c in rows],
+            device=device,
+        )
+        self._plan_seams(rows, tokens, slots, linear)
+        self._plan_end_states(rows, slots)
+
+    def _plan_seams(self, rows: list[CompileRow], tokens: list[int], slots: Tensor, linear: LinearShape) -> None:
+        """Scratch slots for the seams that this batch completes; those it begins go on from the row's slot next time."""
+        device = slots.device
+        seams = [i for i, c in enumerate(rows) if completes_seam(c)]
+        self._scratch_of = {i: at for at, i in enumerate(seams)}
+        self._seams = ChainPlan.build(
+            rows=[[ChainItem(tokens[i], rows[i].compile.seam_window - rows[i].begin)] for i in seams],
+            slot=range(len(seams)),
+            fresh=[rows[i].begin == 0 for i in seams],
+            conv_width=linear.conv_width + 1,
+            device=device,
+        )
+        begun = [i for i in seams if rows[i].begin]
+        self._begun: tuple[Tensor, Tensor] | None = None
+        if begun:
+            self._begun = slots[begun], torch.tensor([self._scratch_of[i] for i in begun], device=device)
+        channels = linear.conv_channels, linear.conv_width
+        self._windows = torch.empty(len(seams), *channels, dtype=getattr(torch, linear.conv_dtype), device=device)
+        self._states = torch.empty(len(seams), linear.heads, linear.d_v, linear.d_k, device=device)
+
+    def _plan_end_states(self, rows: list[CompileRow], slots: Tensor) -> None:
+        where, seam, ends = [], [], []
+        for i, c in enumerate(rows):
+            if c.compile.length <= c.compile.seam_window:  # an empty interior: S is zero
+                source, is_end, due = NO_STATE, False, c.last
+            elif c.compile.seam_window == 0:
+                source, is_end, due = NO_STATE, c.last, c.last
+            else:
+                source, is_end = self._scratch_of.get(i, IN_BLOB), c.last
+                due = c.last or source != IN_BLOB
+            if due:
+                where.append(i)
+                seam.append(source)
+                ends.append(is_end)
+        self._end_states = EndStatesPlan.build(
+            slot=slots[where],
+            seam=seam,
+            ends=ends,
+            blob=[rows[i].compile.artifact.base for i in where],
+            device=slots.device,
+        )
+
+    def before(
+        self,
+        x: Tensor,
+        a: Tensor,
+        b: Tensor,
+        *,
+        params: dict[str, Any],
+        conv: Tensor,
+        state: Tensor,
+        arena: Tensor,
+        states: dict[str, Any],
+        out: Tensor,
+        **precision: Any,
+    ) -> None:
+        """Before the native kernel moves states and windows on.
+
+        Args:
+            params: of the layer, see gdn_parameters. conv, state: its pools.
+            states: t_off, s_off and state_dtype.
+            out: [T, HV, V]; the chain's outputs of seam tokens land there, for the native kernel to overwrite.
+        """
+        k, g, beta = gdn_keys(x, a, b, plan=self._transition, conv_pool=conv, **params)
+        t_off, state_dtype = states["t_off"], states["state_dtype"]
+        gdn_transition(
+            k, g, beta, arena=arena, t_off=t_off, state_dtype=state_dtype, plan=self._transition, **precision
+        )
+        if self._begun is not None:
+            source, target = self._begun
+            self._windows[target], self._states[target] = conv[source], state[source].float()
+        gdn_chain(
+            x, a, b, **params, conv_pool=self._windows, ssm_pool=self._states, arena=arena, **states, c_off=0,
+            plan=self._seams, out=out, **precision,
+        )  # fmt: skip
+
+    def after(
+        self, *, conv: Tensor, state: Tensor, arena: Tensor, states: dict[str, Any], c_off: int, **precision: Any
+    ) -> None:
+        """After the native kernel left end states and windows in the slots. c_off: of the conv window in a blob."""
+        gdn_end_states(state, self._states, arena=arena, plan=self._end_states, **states, **precision)
+        if self._tail_bases:
+            tails = conv[self._tail_slots]
+            nbytes = tails[0].numel() * tails.element_size()
+            for base, tail in zip(self._tail_bases, tails, strict=True):
+                arena[base + c_off : base + c_off + nbytes].view(tail.dtype).view(tail.shape).copy_(tail)
+
+
+def completes_seam(row: CompileRow) -> bool:
+    """Whether this batch computes the last token of the row's seam, and an interior follows (now or later)."""
+    w = row.compile.seam_window
+    return row.begin < w <= row.end and w < row.compile.length

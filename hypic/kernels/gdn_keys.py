@@ -188,14 +188,14 @@ def _keys_kernel(
 
     if head == HK:
         h = tl.arange(0, BH)
-        ok = ok_m[:, None] & (h < HV)[None, :]
+        live = ok_m[:, None] & (h < HV)[None, :]
         decay_at = tl.load(A_log + h, mask=h < HV, other=0.0).to(tl.float32)
         bias = tl.load(dt_bias + h, mask=h < HV, other=0.0).to(tl.float32)
-        pre = tl.load(a + token[:, None] * a_stride + h[None, :], mask=ok, other=0.0).to(tl.float32)
+        pre = tl.load(a + token[:, None] * a_stride + h[None, :], mask=live, other=0.0).to(tl.float32)
         out = m[:, None] * HV + h[None, :]
-        tl.store(g_out + out, gate(pre, bias[None, :], decay_at[None, :]), mask=ok)
-        strength = tl.load(b + token[:, None] * b_stride + h[None, :], mask=ok, other=0.0).to(tl.float32)
-        tl.store(beta_out + out, tl.sigmoid(strength), mask=ok)
+        tl.store(g_out + out, gate(pre, bias[None, :], decay_at[None, :]), mask=live)
+        strength = tl.load(b + token[:, None] * b_stride + h[None, :], mask=live, other=0.0).to(tl.float32)
+        tl.store(beta_out + out, tl.sigmoid(strength), mask=live)
     else:
         d = tl.arange(0, BK)
         ok_d = d < DK
@@ -210,12 +210,14 @@ def _keys_kernel(
             y += tl.load(at, mask=ok & in_run[:, None], other=0.0).to(tl.float32) * weight[None, :]
         if (before < BACK) & (tl.load(fresh + seq) == 0):  # the first tokens look into the slot's window
             window = conv_pool + tl.load(slots + seq) * pool_stride + channels * BACK
-            for j in tl.static_range(W):
-                column = before + i + j
-                in_window = ok & (column < BACK)[:, None]
-                weight = tl.load(conv_weight + channels * weight_stride + j, mask=ok_d, other=0.0).to(tl.float32)
-                tap = tl.load(window[None, :] + column[:, None], mask=in_window, other=0.0).to(tl.float32)
-                y += tap * weight[None, :]
+            for r in tl.static_range(BACK):
+                missing = tl.zeros([BK], dtype=tl.float32)
+                for j in tl.static_range(BACK - r):
+                    column = before + r + j
+                    weight = tl.load(conv_weight + channels * weight_stride + j, mask=ok_d, other=0.0).to(tl.float32)
+                    tap = tl.load(window + column, mask=ok_d & (column < BACK), other=0.0).to(tl.float32)
+                    missing += tap * weight
+                y += tl.where((i == r)[:, None], missing[None, :], 0.0)
         if HAS_BIAS:
             y += tl.load(conv_bias + channels, mask=ok_d, other=0.0).to(tl.float32)[None, :]
         if SILU:

@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hypic.kernels import gdn_chain, gdn_inputs, gdn_transition, relocate, seam_attention
+from hypic.kernels import gdn_chain, gdn_end_states, gdn_inputs, gdn_keys, gdn_transition, relocate, seam_attention
 from hypic.kernels.seam_plan import SeamPlan, SeamShape
 
 TYPES = {
@@ -29,7 +29,9 @@ TYPES = {
 KERNELS = {
     gdn_inputs: ["_inputs_kernel"],
     gdn_chain: ["_chain_kernel"],
-    gdn_transition: ["_solve_kernel", "_advance_kernel"],
+    gdn_keys: ["_keys_kernel"],
+    gdn_transition: ["_forget_kernel", "_solve_kernel", "_advance_kernel"],
+    gdn_end_states: ["_end_states_kernel"],
     relocate: ["_move_kernel"],
     seam_attention: ["_seam_kernel", "_merge_kernel"],
 }
@@ -121,12 +123,16 @@ def compile_all(
             x, a, b, **layer, **offsets, c_off=1024, ssm_pool=torch.empty(2, hv, dv, dk), plan=chain,
             out=torch.empty(n, hv, dv, **bf16), impl="triton",
         )  # fmt: skip
-        inputs = gdn_inputs.InputsPlan.build(
-            seq_tok=[0], seq_len=[n], seq_slot=[0], seq_fresh=[True], conv_width=width, device="cpu"
+        transition = gdn_transition.TransitionPlan.build(
+            seq_tok=[0], seq_len=[n], seq_skip=[8], seq_slot=[0], seq_fresh=[True], blob=[0], first=[True], device="cpu"
         )
-        k, v, g, beta = gdn_inputs.gdn_inputs(x, a, b, **layer, plan=inputs, impl="triton")
-        transition = gdn_transition.TransitionPlan.build(cu=[0, n], blob=[0], first=[True], device="cpu")
-        gdn_transition.gdn_transition(k, v, g, beta, **offsets, plan=transition, impl="triton")
+        for inputs in (x, x.float()):  # a 16-bit model, and one in fp32
+            k, g, beta = gdn_keys.gdn_keys(inputs, a, b, **layer, plan=transition, impl="triton")
+            gdn_transition.gdn_transition(
+                k, g, beta, arena=arena, t_off=256, state_dtype=state_dtype, plan=transition, impl="triton"
+            )
+        end_states = gdn_end_states.EndStatesPlan.build(slot=[0], seam=[0], ends=[True], blob=[0], device="cpu")
+        gdn_end_states.gdn_end_states(*[torch.empty(2, hv, dv, dk)] * 2, **offsets, plan=end_states, impl="triton")
         interiors = relocate.InteriorPlan.build(blob_kv=[0], count=[3], slots=[1, 2, 3], shift=[3], device="cpu")
         rotary = {"cos_sin": torch.empty(64, kv_dim // 4), "rotary_dim": kv_dim // 4, "is_neox": True}
         relocate.relocate_interiors(arena, interiors, pools, pools, **rotary, impl="triton")

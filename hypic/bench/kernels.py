@@ -25,8 +25,9 @@ from hypic.bench.suites import Plan
 from hypic.bench.workload import Workload
 from hypic.config import HypicConfig
 from hypic.kernels.gdn_chain import ChainItem, ChainPlan, chain_scratch, gdn_chain
-from hypic.kernels.gdn_inputs import InputsPlan, gdn_inputs
-from hypic.kernels.gdn_transition import TransitionPlan, gdn_transition, transition_scratch
+from hypic.kernels.gdn_end_states import NO_STATE, EndStatesPlan, gdn_end_states
+from hypic.kernels.gdn_keys import TransitionPlan, gdn_keys
+from hypic.kernels.gdn_transition import TransitionScratch, gdn_transition
 from hypic.kernels.relocate import InteriorPlan, capture_interiors, relocate_interiors
 from hypic.kernels.seam_attention import SeamPlan, seam_attention
 from hypic.kernels.seam_plan import SeamShape
@@ -116,39 +117,64 @@ class Bench:
         return parameters, (self.randn(tokens, channels), self.randn(tokens, v_heads), self.randn(tokens, v_heads))
 
     def _compile(self, linear: LinearShape) -> Iterator[Timing]:
-        """(T, S) of as many segments as one forward pass compiles."""
+        """The linear part of as many artifacts as one forward pass compiles; no head forgets its interior."""
         n, length = max(1, COMPILE_TOKENS // self.work.segment_tokens), self.work.segment_tokens
+        seam, layer = min(self.w, length), linear.layer_ids[0]
         parameters, (x, a, b) = self._gdn(linear, n * length)
+        parameters["A_log"] -= 8.0
+        starts, blobs = [i * length for i in range(n)], [i * self.stride for i in range(n)]
         conv = self.randn(n, linear.conv_channels, linear.conv_width, dtype=getattr(torch, linear.conv_dtype))
-        inputs = InputsPlan.build(
-            seq_tok=[i * length for i in range(n)],
+        plan = TransitionPlan.build(
+            seq_tok=starts,
             seq_len=[length] * n,
+            seq_skip=[seam] * n,
             seq_slot=list(range(n)),
             seq_fresh=[True] * n,
-            seq_skip=[min(self.w, length)] * n,
+            blob=blobs,
+            first=[True] * n,
+            device=self.device,
+        )
+        arena, state = self.arena(n), getattr(torch, linear.state_dtype)
+        t_off, s_off = self.layout.t_offset(layer), self.layout.s_offset(layer)
+        shape = {"segments": n, "segment_tokens": length, "layers": len(linear.layer_ids)}
+
+        def keys() -> tuple[Tensor, Tensor, Tensor]:
+            return gdn_keys(x, a, b, conv_pool=conv, plan=plan, **parameters)
+
+        yield self.timing("compile: keys and gates, one layer", keys, **shape)
+        k, g, beta = keys()
+        scratch = TransitionScratch.of(plan, linear.heads, k)
+        yield self.timing(
+            "compile: T, one layer",
+            lambda: gdn_transition(k, g, beta, arena=arena, t_off=t_off, plan=plan, state_dtype=state, scratch=scratch),
+            **shape,
+        )
+        seams = ChainPlan.build(
+            rows=[[ChainItem(at, seam)] for at in starts],
+            slot=list(range(n)),
+            fresh=[True] * n,
             conv_width=linear.conv_width + 1,
             device=self.device,
         )
-        arena, layer = self.arena(n), linear.layer_ids[0]
-        cu = [i * self.interior for i in range(n + 1)]
-        blob = [i * self.stride for i in range(n)]
-        plan = TransitionPlan.build(cu=cu, blob=blob, first=[True] * n, device=self.device)
-        found: list[Tensor] = []
-
-        def prepare() -> None:
-            found[:] = gdn_inputs(x, a, b, conv_pool=conv, plan=inputs, **parameters)
-
-        shape = {"segments": n, "segment_tokens": length, "layers": len(linear.layer_ids)}
-        yield self.timing("compile: k, v and gates, one layer", prepare, **shape)
-        scratch = torch.empty(transition_scratch(plan, linear.heads), device=self.device)
-        options: dict[str, Any] = dict(
-            t_off=self.layout.t_offset(layer), s_off=self.layout.s_offset(layer), scratch=scratch
-        )
-        state = getattr(torch, linear.state_dtype)
+        out = torch.empty(n * length, linear.heads, linear.d_v, dtype=self.dtype, device=self.device)
+        seam_states, ends = (self.randn(n, linear.heads, linear.d_v, linear.d_k, dtype=torch.float32) for _ in range(2))
+        chain = torch.empty(chain_scratch(seams, linear.conv_channels, linear.heads), device=self.device)
+        states: dict[str, Any] = {"arena": arena, "t_off": t_off, "s_off": s_off, "state_dtype": state}
         yield self.timing(
-            "compile: T and S, one layer",
-            lambda: gdn_transition(*found, arena=arena, plan=plan, state_dtype=state, **options),
+            "compile: states after the seams, one layer",
+            lambda: gdn_chain(
+                x, a, b, **parameters, conv_pool=conv, ssm_pool=seam_states, **states, c_off=0, plan=seams, out=out,
+                scratch=chain,
+            ),
             **shape,
+        )  # fmt: skip
+        source = list(range(n)) if seam else [NO_STATE] * n
+        due = EndStatesPlan.build(slot=list(range(n)), seam=source, ends=[True] * n, blob=blobs, device=self.device)
+        yield self.timing(
+            "compile: S, one layer",
+            lambda: gdn_end_states(ends, seam_states, **states, plan=due),
+            **shape,
+            bytes=n * (self.layout.t_layer + self.layout.s_layer) + seam_states.nbytes + ends.nbytes,
         )
 
     def _chain(self, linear: LinearShape) -> Iterator[Timing]:

@@ -162,12 +162,13 @@ def test_kernels_of_a_linear_layer_are_timed_and_add_up() -> None:
     plan = Plan(("kernels",), work, 8)
     timings = list(Bench(ArtifactLayout(linear, full), 2, torch.float32, plan, "cpu").cases())
     by_case = {t.case: t for t in timings}
-    assert len(by_case) == 7 and all(len(t.values) == 2 and min(t.values) > 0 for t in timings)
+    assert len(by_case) == 9 and all(len(t.values) == 2 and min(t.values) > 0 for t in timings)
     chain = by_case["link: chain, one layer"]
     assert chain.shape["tokens"] == work.seams(8)
     assert chain.shape["bytes"] == 3 * 4 * (16 * 16 + 16 * 24) * 4, "T and S of three segments"
-    at_once = by_case["compile: T and S, one layer"].shape["segments"]
-    layered = [by_case["compile: k, v and gates, one layer"], by_case["compile: T and S, one layer"]]
+    at_once = by_case["compile: T, one layer"].shape["segments"]
+    parts = "keys and gates", "T", "states after the seams", "S"
+    layered = [by_case[f"compile: {part}, one layer"] for part in parts]
     expected = sum(t.median * 3 * 3 / at_once for t in layered)
     expected += by_case["compile: capture interiors, all layers"].median
     assert compile_milliseconds(timings, work) == pytest.approx(expected)

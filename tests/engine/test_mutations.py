@@ -48,6 +48,7 @@ def p6(session: Session, judge: Judge) -> CheckResult:
 
 CASES = [
     ("transition_is_identity", "qwen35", p4, None),
+    ("end_state_keeps_the_seam", "qwen35", p1, None),
     ("conv_window_stays", "qwen35", p4, None),
     ("keys_stay_at_local_positions", "llama", p4, None),
     ("seams_hold_other_tokens", "qwen35", p4, None),

@@ -22,18 +22,30 @@ def activate() -> None:
 
 def transition_is_identity() -> None:
     """h <- h + S: what earlier segments left in the state is neither decayed nor overwritten."""
-    from hypic.engine import gdn
+    from hypic.engine import gdn_compile
     from hypic.kernels._common import blob_view
 
-    original = gdn.gdn_transition
+    original = gdn_compile.gdn_transition
 
-    def transition(k: Any, v: Any, g: Any, beta: Any, *, arena: Any, t_off: int, plan: Any, **rest: Any) -> None:
-        original(k, v, g, beta, arena=arena, t_off=t_off, plan=plan, **rest)
-        heads, dim = v.shape[1], k.shape[2]
+    def transition(k: Any, g: Any, beta: Any, *, arena: Any, t_off: int, plan: Any, **rest: Any) -> None:
+        original(k, g, beta, arena=arena, t_off=t_off, plan=plan, **rest)
+        heads, dim = g.shape[1], k.shape[2]
         for blob in plan.lists.blob:
             blob_view(arena, blob + t_off, (heads, dim, dim), torch.float32).copy_(torch.eye(dim))
 
-    gdn.gdn_transition = transition  # type: ignore[assignment]
+    gdn_compile.gdn_transition = transition  # type: ignore[assignment]
+
+
+def end_state_keeps_the_seam() -> None:
+    """S is the end state of the compile: the seam, computed again at link, counts twice."""
+    from hypic.engine import gdn_compile
+
+    original = gdn_compile.gdn_end_states
+
+    def end_states(ssm_pool: Any, seam_states: Any, **rest: Any) -> None:
+        original(ssm_pool, torch.zeros_like(seam_states), **rest)
+
+    gdn_compile.gdn_end_states = end_states  # type: ignore[assignment]
 
 
 def conv_window_stays() -> None:
@@ -119,6 +131,7 @@ FAULTS = {
     fault.__name__: fault
     for fault in (
         transition_is_identity,
+        end_state_keeps_the_seam,
         conv_window_stays,
         keys_stay_at_local_positions,
         seams_hold_other_tokens,

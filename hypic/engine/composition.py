@@ -62,11 +62,12 @@ def _layer_error(layer: Any, shape: LinearShape) -> float:
     def random(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=generator).to(device)
 
-    x, a, b = random(total, shape.conv_channels), random(total, shape.heads), random(total, shape.heads)
+    conv_dtype = getattr(torch, shape.conv_dtype)
+    x = random(total, shape.conv_channels).to(conv_dtype).float()  # so that windows hold it exactly
+    a, b = random(total, shape.heads), random(total, shape.heads)
     params, out = gdn_parameters(layer), x.new_zeros(total, shape.heads, shape.d_v)
     arena = torch.zeros(one.payload_bytes(0), dtype=torch.uint8, device=device)
     states: dict[str, Any] = dict(t_off=one.t_offset(0), s_off=one.s_offset(0), state_dtype=torch.float32)
-    conv_dtype = getattr(torch, shape.conv_dtype)
     conv = torch.zeros(3, shape.conv_channels, shape.conv_width, dtype=conv_dtype, device=device)
     state = torch.zeros(3, shape.heads, shape.d_v, shape.d_k, device=device)
 

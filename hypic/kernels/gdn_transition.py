@@ -52,7 +52,7 @@ def gdn_transition(
     over its chunks in order. Operands of the products are of k's type: bf16 keys meet W and T rounded to bf16 (T itself
     stays in fp32 between chunks), which is what stock SGLang's kernel does to its state.
     Budget (8,192 tokens, HV = 32, K = 128, bf16, nothing forgotten): in the second, per chunk and head 5 MFLOP of tf32
-    for the inverse and 3 for keys and W, and 64 MiB of W written; in the third 4 MFLOP of bf16, 17 GFLOP in all.
+    for the inverse, 1 for W, 1 of bf16 for the keys, and 64 MiB of W written; in the third 4 of bf16, 17 GFLOP in all.
 
     Args:
         k: [M, HK, K], l2-normalised, fp32 or bf16. g (log decay), beta: fp32 [M, HV]. See gdn_keys.

@@ -43,7 +43,7 @@ def _targets() -> list[Target]:
 TARGETS = _targets()
 
 
-def sizes(every: list[int], interpreted: list[int]) -> list[int]:
+def sizes(every: list[Any], interpreted: list[Any]) -> list[Any]:
     return interpreted if INTERPRETED else every
 
 

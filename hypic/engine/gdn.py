@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hypic.engine.batch import Stage, linear_stages
-from hypic.engine.gdn_compile import CompileStep
+from hypic.engine.gdn_compile import CompileStep, on_device
 from hypic.kernels.gdn_chain import ChainPlan, gdn_chain
 
 if TYPE_CHECKING:
@@ -98,9 +98,8 @@ class LinkedGdn:
         self._steps = [_Step(self, forward_batch, stage, slots, linear.conv_width + 1) for stage in stages]
         self._compile: CompileStep | None = None
         if rows := sorted(plan.batch.compiles):
-            self._compile = CompileStep(
-                [plan.batch.compiles[r] for r in rows], [int(plan.tokens[r]) for r in rows], slots[rows], linear
-            )
+            compiles, tokens = [plan.batch.compiles[r] for r in rows], [int(plan.tokens[r]) for r in rows]
+            self._compile = CompileStep(compiles, tokens, slots[on_device(rows, slots.device)], linear)
 
     def forward_extend(self, layer: Any, forward_batch: Any, mixed_qkv: Any, a: Any, b: Any, **kwargs: Any) -> Any:
         runtime, layer_id = self.hypic_runtime, layer.layer_id

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hypic.artifact.layout import LinearShape
+from hypic.kernels._common import to_device
 from hypic.kernels.gdn_chain import ChainItem, ChainPlan, gdn_chain
 from hypic.kernels.gdn_end_states import IN_BLOB, NO_STATE, EndStatesPlan, gdn_end_states
 from hypic.kernels.gdn_keys import TransitionPlan, gdn_keys
@@ -36,7 +37,7 @@ class CompileStep:
     def __init__(self, rows: list[CompileRow], tokens: list[int], slots: Tensor, linear: LinearShape):
         device = slots.device
         self._tail_bases = [c.compile.artifact.base for c in rows if c.last]
-        self._tail_slots = slots[[i for i, c in enumerate(rows) if c.last]]
+        self._tail_slots = slots[on_device([i for i, c in enumerate(rows) if c.last], device)]
         self._transition = TransitionPlan.build(
             seq_tok=tokens,
             seq_len=[c.end - c.begin for c in rows],
@@ -65,7 +66,7 @@ class CompileStep:
         begun = [i for i in seams if rows[i].begin]
         self._begun: tuple[Tensor, Tensor] | None = None
         if begun:
-            self._begun = slots[begun], torch.tensor([self._scratch_of[i] for i in begun], device=device)
+            self._begun = slots[on_device(begun, device)], on_device([self._scratch_of[i] for i in begun], device)
         channels = linear.conv_channels, linear.conv_width
         self._windows = torch.empty(len(seams), *channels, dtype=getattr(torch, linear.conv_dtype), device=device)
         self._states = torch.empty(len(seams), linear.heads, linear.d_v, linear.d_k, device=device)
@@ -85,7 +86,7 @@ class CompileStep:
                 seam.append(source)
                 ends.append(is_end)
         self._end_states = EndStatesPlan.build(
-            slot=slots[where],
+            slot=slots[on_device(where, slots.device)],
             seam=seam,
             ends=ends,
             blob=[rows[i].compile.artifact.base for i in where],
@@ -136,6 +137,11 @@ class CompileStep:
             nbytes = tails[0].numel() * tails.element_size()
             for base, tail in zip(self._tail_bases, tails, strict=True):
                 arena[base + c_off : base + c_off + nbytes].view(tail.dtype).view(tail.shape).copy_(tail)
+
+
+def on_device(rows: list[int], device: torch.device) -> Tensor:
+    """An index on the device; unlike indexing with a list, making it does not wait for the stream."""
+    return to_device({"rows": rows}, device)["rows"]
 
 
 def completes_seam(row: CompileRow) -> bool:

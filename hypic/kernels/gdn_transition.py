@@ -132,8 +132,8 @@ def _gdn_transition_triton(
     if not all(t.is_contiguous() for t in (k, g, beta)) or not g.dtype == beta.dtype == torch.float32:
         raise ValueError("k, g and beta must be contiguous, the gates fp32, as gdn_keys gives them")
     (_, hk, dk), hv = k.shape, g.shape[1]
-    if block(dk) > 256:
-        raise ValueError(f"head_k_dim {dk}: the Triton kernel takes at most 256; use impl='torch'")
+    if block(dk) > 128:
+        raise ValueError(f"head_k_dim {dk}: the Triton kernels take at most 128, as the chain's; use impl='torch'")
     sequences = len(plan.blob)
     if sequences == 0:
         return
@@ -145,13 +145,11 @@ def _gdn_transition_triton(
             k, g, beta, w, decay, forgets, plan.cu, plan.chunk_seq, plan.chunk_row, **shape,
             LEVELS=CHUNK.bit_length() - 1, num_warps=4,
         )  # fmt: skip
-    rows = (
-        64 if k.dtype == torch.bfloat16 else 32
-    )  # a warp group's share of a product; fp32 operands take the room of two
+    rows = 64 if k.dtype == torch.bfloat16 else 32  # a warp group's share of a product; fp32 takes the room of two
     _advance_kernel[(-(-dk // rows), sequences * hv)](
         k, w, decay, forgets, arena, plan.cu, plan.blob, plan.first, plan.chunk_ptr, t_off // state_dtype.itemsize,
         **shape, BR=rows, STATE=triton_dtype(state_dtype), STATE_BYTES=state_dtype.itemsize,
-        num_warps=4 if dk <= 128 else 8,
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -210,7 +208,7 @@ def _solve_kernel(
     lower = tl.dot(keys, tl.trans(keys), input_precision=PRECISION) * strength[:, None] * between
     lower = tl.where(i > j, lower, 0.0)
     solved = tl.where(i == j, 1.0, 0.0) - tl.where((i >> 1) == (j >> 1), lower, 0.0)
-    for level in tl.static_range(1, LEVELS):
+    for level in range(1, LEVELS):  # not unrolled: ten products in IEEE fp32 would compile for minutes
         coupled = ((i >> level) > (j >> level)) & ((i >> (level + 1)) == (j >> (level + 1)))
         step = tl.dot(tl.where(coupled, lower, 0.0), solved, input_precision=PRECISION)
         solved -= tl.dot(solved, step, input_precision=PRECISION)

@@ -10,8 +10,8 @@ Over a chunk of C tokens that starts from h, with G the running sum of g inside 
     h_end = exp(G_C) h + written^T k_end,          k_end = exp(G_C - G) k
     o = exp(G) q h^T + tril(D * q k^T) written
 
-L does not depend on h, and each row of h moves on its own. That is why the transition operator T (rows: an identity
-that meets no values) and the zero-start end-state S come out of one pass over stacked rows.
+L does not depend on h, and each row of h moves on its own. That is why the transition operator T is a state too: rows
+of an identity that meet no values.
 Sources: Gated DeltaNet, arXiv 2412.06464; DeltaNet, arXiv 2406.06484.
 """
 

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from hypic.artifact.layout import LinearShape
+from hypic.engine import composition
 from hypic.kernels import gdn_chain, gdn_end_states, gdn_inputs, gdn_keys, gdn_transition, relocate, seam_attention
 from hypic.kernels.seam_plan import SeamPlan, SeamShape
 
@@ -42,13 +45,15 @@ class Report:
     shared_bytes: int
     registers: int
     spill_bytes: int
+    ptx_bytes: int
+    """How long it takes to compile: about 10 s for a megabyte."""
 
 
 class Recorder:
-    """Stands in for a kernel: what is launched on it is compiled instead."""
+    """Stands in for a kernel: what is launched on it is compiled instead, once for each signature."""
 
     def __init__(self, kernel: Any, reports: list[tuple[str, Report]]) -> None:
-        self.kernel, self.reports = kernel, reports
+        self.kernel, self.reports, self.seen = kernel, reports, set()
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return self.compile
@@ -67,6 +72,9 @@ class Recorder:
         source = ASTSource(
             self.kernel, signature, {(self.kernel.arg_names.index(k),): v for k, v in constants.items()}, attributes
         )
+        if source.hash() in self.seen:
+            return
+        self.seen.add(source.hash())
         options = {"num_warps": num_warps, "num_stages": num_stages}
         built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         self.reports.append((self.kernel.__name__, _report(built)))
@@ -79,7 +87,8 @@ def _report(built: Any) -> Report:
         command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", ptx.name, "-o", "/dev/null"]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", log)]
-    return Report(built.metadata.shared, max(int(n) for n in re.findall(r"Used (\d+) registers", log)), max(spills))
+    registers = max(int(n) for n in re.findall(r"Used (\d+) registers", log))
+    return Report(built.metadata.shared, registers, max(spills), len(built.asm["ptx"]))
 
 
 @contextmanager
@@ -88,6 +97,8 @@ def recorded() -> Iterator[list[tuple[str, Report]]]:
     with ExitStack() as stack:
         for module, names in KERNELS.items():
             stack.enter_context(mock.patch.object(module, "require_triton"))
+            if hasattr(module, "pick_impl"):
+                stack.enter_context(mock.patch.object(module, "pick_impl", return_value="triton"))
             for name in names:
                 stack.enter_context(mock.patch.object(module, name, Recorder(getattr(module, name), reports)))
         yield reports
@@ -145,4 +156,23 @@ def compile_all(
         seam_attention.seam_attention(
             heads, *pools, torch.empty(1, 1024, dtype=torch.int32), plan=seams, scale=0.1, out=heads, impl="triton"
         )
+    return reports
+
+
+def compile_start_up_proof(hk: int, hv: int, dk: int, dv: int) -> list[tuple[str, Report]]:
+    """What a server of a model in bf16 compiles before it serves, to prove composition on its weights."""
+    width, dim = 4, 2 * hk * dk + hv * dv
+    layer = SimpleNamespace(
+        conv_weights=torch.zeros(dim, width, dtype=torch.bfloat16),
+        bias=None,
+        activation="silu",
+        A_log=torch.zeros(hv),
+        dt_bias=torch.zeros(hv, dtype=torch.bfloat16),
+        num_k_heads=hk,
+        num_v_heads=hv,
+        head_k_dim=dk,
+        head_v_dim=dv,
+    )
+    with recorded() as reports:
+        composition._layer_error(layer, LinearShape((0,), hv, dk, dv, dim, width - 1, "bfloat16", "bfloat16"))
     return reports

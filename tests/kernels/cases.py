@@ -15,8 +15,8 @@ from hypic.kernels.gdn_chain import ChainItem, ChainPlan
 
 NAN_BYTE = 0xFF  # a float of any type made of these bytes is a NaN
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-BF16 = 2**-7 if INTERPRETED else 2**-8
-"""How much one rounding to bf16 may change a number, relative to it. Triton's interpreter cuts digits off."""
+BF16 = 2**-8
+"""How much one rounding to bf16 may change a number, relative to it."""
 
 
 @dataclass(frozen=True)

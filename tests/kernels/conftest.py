@@ -12,7 +12,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import TARGETS
+from cases import INTERPRETED, TARGETS
+
+if INTERPRETED:
+    import interpreter
+
+    interpreter.patch()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from cases import INTERPRETED, Target, assert_close, sizes
+from cases import Target, assert_close, sizes
 from torch import Tensor
 
 from hypic.kernels.seam_attention import seam_attention, seam_scratch
 from hypic.kernels.seam_plan import SeamPlan, SeamShape
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-HALF = F16 if INTERPRETED else BF16  # the interpreter multiplies the bits of bf16 as integers
+HALF = BF16
 TOLERANCE = {F32: 1e-5, F16: 3e-3, BF16: 2e-2}
 
 

@@ -29,7 +29,7 @@ def artifact_key(identity: bytes, tenant: str, adapter: str, tokens: array[int])
     """Store key of a segment: everything an artifact is a function of, plus the tenant it may be shared within.
 
     Args:
-        identity: digest of the server's KeyIdentity (of rank 0, where the key is to name the segment on a wire).
+        identity: digest of the server's KeyIdentity.
         tenant: the request's cache salt.
         adapter: LoRA adapter ("" for the base model).
         tokens: ids, of type "q".
@@ -59,7 +59,8 @@ class KeyIdentity(msgspec.Struct, frozen=True):
 
     @property
     def digest(self) -> bytes:
-        return _digest(msgspec.msgpack.encode(self))
+        """Of all but the rank: a segment has one key at all ranks, each of which holds its part in a store of its own."""
+        return _digest(msgspec.msgpack.encode(msgspec.structs.replace(self, tp_rank=0)))
 
     def next_weights(self) -> KeyIdentity:
         """Identity after `update_weights*`: nothing compiled before is found again."""

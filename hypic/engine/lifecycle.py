@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import zmq
@@ -23,6 +23,9 @@ from hypic.engine.forward import LinkRuntime
 from hypic.engine.manager import LinkManager
 from hypic.engine.metrics import EngineMetrics
 from hypic.engine.request import compile_of, link_of
+
+if TYPE_CHECKING:
+    from hypic.engine.cluster.exchange import Exchange
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +135,8 @@ def attach_manager(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
 
 def join_cluster(scheduler: Any, manager: LinkManager) -> None:
     """Make this server a worker of the router that the settings name. Raises InsecureError or zmq.ZMQError."""
-    from hypic.engine.cluster.exchange import Exchange, Membership
+    from hypic.engine.cluster.exchange import Exchange
+    from hypic.engine.cluster.membership import Membership
     from hypic.engine.cluster.memory import host_memory
     from hypic.engine.cluster.sharing import Sharing
     from hypic.router.messages import Shape
@@ -156,9 +160,13 @@ def join_cluster(scheduler: Any, manager: LinkManager) -> None:
         shape=shape,
         curve=curve,
         router_key=public_key(Path(config.router_key)) if config.router_key else b"",
+        rank=manager.identity.tp_rank,
+        ranks=manager.identity.tp_size,
     )
     exchange = Exchange(member, manager.identity.digest, host_memory(manager.store.arena.buffer))
     exchange.start()
+    global _exchange
+    _exchange = exchange
     manager.sharing = Sharing(manager, exchange)
     if scheduler.idle_sleeper is not None:
         scheduler.idle_sleeper.poller.register(exchange.wake_fd, zmq.POLLIN)
@@ -218,11 +226,32 @@ def add_request_to_queue(original: Callable[..., None], scheduler: Any, req: Any
     scheduler.hypic.enqueue(original, req, **kwargs)
 
 
-def take_events(scheduler: Any, *_: Any, **__: Any) -> None:
-    """Before clients' requests: what other workers and the router want may be what these need."""
-    if (sharing := scheduler.hypic.sharing) is not None:
-        for event in sharing.exchange.take():
-            sharing.handle(event)
+_exchange: Exchange | None = None
+"""This process's, for the one class of SGLang that has no way to its scheduler."""
+
+
+def take_events(received: list[Any] | None, *_: Any) -> list[Any] | None:
+    """At rank 0: events come in with clients' requests, in front of those that may need what they bring; SGLang hands both
+    to all ranks."""
+    if _exchange is None or received is None:
+        return None
+    return [*_exchange.take(), *received]
+
+
+def handle_events(scheduler: Any, recv_reqs: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """At every rank: events are ours to handle, the rest is SGLang's."""
+    sharing = scheduler.hypic.sharing
+    if sharing is None or not recv_reqs:
+        return None
+    from hypic.engine.cluster.events import ClusterEvent
+
+    requests = []
+    for received in recv_reqs:
+        if isinstance(received, ClusterEvent):
+            sharing.handle(received)
+        else:
+            requests.append(received)
+    return (scheduler, requests), {}
 
 
 def wait_for_artifacts(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:

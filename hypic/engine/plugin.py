@@ -31,8 +31,10 @@ SCHEDULER_HOOKS: tuple[Hook, ...] = (
     # scheduling
     Hook(f"{_SCHEDULER}._add_request_to_queue", "around", lifecycle.add_request_to_queue,
          "plan a request with segments; spawn its compile requests", ("self", "req")),
-    Hook(f"{_SCHEDULER}.process_input_requests", "before", lifecycle.take_events,
-         "orders of the router and artifacts of other workers arrive like requests", ("self", "recv_reqs")),
+    Hook(f"{_M}.scheduler_components.request_receiver.SchedulerRequestReceiver._pull_raw_reqs", "after",
+         lifecycle.take_events, "what the router and other workers say reaches all ranks with the requests", ("self",)),
+    Hook(f"{_SCHEDULER}.process_input_requests", "before", lifecycle.handle_events,
+         "and is ours to handle", ("self", "recv_reqs")),
     Hook(f"{_SCHEDULER}.on_idle", "after", lifecycle.wait_for_artifacts,
          "a request that waits for other workers must not keep a processor busy", ("self",)),
     Hook(f"{_SCHEDULER}.get_next_batch_to_run", "before", lifecycle.before_scheduling,

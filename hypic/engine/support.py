@@ -83,10 +83,8 @@ def check_server_args(args: Any, config: HypicConfig) -> None:
             f"--hypic-state-dtype {state_dtype} with a model in float32: leave it out, or serve in bfloat16"
         )
     if config.router:
-        if args.tp_size > 1:
-            raise Unsupported(
-                "--hypic-router with --tp-size > 1: ranks do not agree on arrivals yet; serve one GPU per worker"
-            )
+        if args.tp_size > 1 and not config.data.startswith("ipc://"):
+            raise Unsupported("--hypic-data with --tp-size > 1: write ipc:///PATH, ranks speak to each other beside it")
         if not config.worker or not config.data:
             raise Unsupported(
                 "--hypic-router needs --hypic-worker NAME and --hypic-data ADDRESS; `hypic launch` sets them"

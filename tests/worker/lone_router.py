@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import zmq
 import zmq.asyncio
 
+from hypic.engine.cluster.exchange import rank_address
 from hypic.engine.keys import artifact_key
 from hypic.router import messages as m
 from hypic.router.transport import Peer, Receipt
@@ -20,6 +21,8 @@ from hypic.router.transport.zmq_blobs import ZmqTransport
 
 T = TypeVar("T")
 PATIENCE = 20.0
+RANKS = 2
+SECRET = "what a launcher draws"
 
 
 class LoneRouter:
@@ -47,8 +50,10 @@ class LoneRouter:
 
     async def _open(self) -> None:
         self._context = zmq.asyncio.Context()
-        self.transport = ZmqTransport(f"ipc://{self._folder}/peer", retry_after=0.2)
-        self.peer = await self.transport.start()
+        self.peer = f"ipc://{self._folder}/peer"
+        self.transports = [ZmqTransport(rank_address(self.peer, r), retry_after=0.2) for r in range(RANKS)]
+        for transport in self.transports:
+            await transport.start()
         await self._bind()
 
     async def _bind(self) -> None:
@@ -124,21 +129,23 @@ class LoneRouter:
         self._name, self._worker = name, b""
         self._do(self._bind())
 
-    def offer(self, key: bytes, blob: bytes) -> None:
-        """Be a peer that has this artifact."""
-        self._loop.call_soon_threadsafe(self.transport.offer, key, memoryview(blob))
+    def offer(self, key: bytes, blob: bytes, rank: int = 0) -> None:
+        """Be a peer that has this artifact (a rank's part of it)."""
+        self._loop.call_soon_threadsafe(self.transports[rank].offer, key, memoryview(blob))
 
-    def expect(self, key: bytes) -> None:
+    def expect(self, key: bytes, rank: int = 0) -> None:
         """Be a peer that is still making it."""
-        self._loop.call_soon_threadsafe(self.transport.expect, key)
+        self._loop.call_soon_threadsafe(self.transports[rank].expect, key)
 
     def withdraw(self, key: bytes) -> None:
-        self._do(self.transport.withdraw(key))
+        for transport in self.transports:
+            self._do(transport.withdraw(key))
 
-    def fetch(self, key: bytes, nbytes: int, timeout: float = 10.0) -> tuple[bytes, Receipt]:
+    def fetch(self, key: bytes, nbytes: int, timeout: float = 10.0, rank: int = 0) -> tuple[bytes, Receipt]:
         """Take an artifact from the worker. Raises TransferError."""
         into = bytearray(nbytes)
-        receipt = self._do(self.transport.fetch(Peer(self.hello.data), key, memoryview(into), timeout))
+        source = Peer(rank_address(self.hello.data, rank))
+        receipt = self._do(self.transports[rank].fetch(source, key, memoryview(into), timeout))
         return bytes(into), receipt
 
     def key(self, tokens: list[int], tenant: str = "") -> bytes:
@@ -157,7 +164,8 @@ class LoneRouter:
     def close(self) -> None:
         async def end() -> None:
             await self._unbind()
-            await self.transport.close()
+            for transport in self.transports:
+                await transport.close()
             self._context.term()
 
         self._do(end())

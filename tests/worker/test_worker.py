@@ -9,22 +9,29 @@ from typing import Any
 import pytest
 
 from hypic.artifact.layout import decode_header, token_bytes
-from hypic.engine.http.intake import ROUTER_HEADER
+from hypic.engine.http.trusted import HEADER
 from hypic.router import messages as m
 from hypic.router.transport import TransferError
+from hypic.segment import Bounds, RequestSpans
 from tests.cases.driving import Document, Writer
 from tests.server import requests
 from tests.server.requests import GENERATE
 from tests.server.serving import Server
-from tests.worker.lone_router import LoneRouter
+from tests.worker.lone_router import SECRET, LoneRouter
 
 N = 200
 """Tokens of a document."""
 
 
 def ask(server: Server, body: dict[str, Any], name: str = "") -> dict[str, Any]:
-    """`/generate`, as the router named it."""
-    response = server.http.post(GENERATE, json=body, headers={ROUTER_HEADER: name} if name else {})
+    """`/generate`, from a client or, with the plan that a router makes, under the name that it gave."""
+    headers = {}
+    if name:
+        bounds = tuple(Bounds(*b) for b in body["hypic"]["segments"])
+        plan = RequestSpans(cached=bounds, report=True, request=name).to_params()
+        params = {**body["sampling_params"], "custom_params": plan}
+        body, headers = {"input_ids": body["input_ids"], "sampling_params": params}, {HEADER: SECRET}
+    response = server.http.post(GENERATE, json=body, headers=headers)
     response.raise_for_status()
     return dict(response.json())
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hypic.artifact.layout import HeaderError, decode_header, require_header
 from hypic.artifact.store import Artifact
 from hypic.engine import keys
-from hypic.engine.cluster.events import Asked, ClusterEvent, Fetched, Returned, Told
-from hypic.engine.cluster.exchange import Exchange, Load
+from hypic.engine.cluster.events import Asked, ClusterEvent, Expired, Fetched, Idle, Returned, Told
+from hypic.engine.cluster.exchange import Exchange, Place
+from hypic.engine.cluster.membership import Load
 from hypic.engine.request import Compile
 from hypic.router import messages as m
 from hypic.router.transport import Peer
@@ -31,15 +31,6 @@ _LOAD_EVERY = 0.1
 """Seconds between looks at the queue for the heartbeat."""
 _SPEED_WEIGHT = 0.25
 """Weight of the newest pass in the measured compile speed."""
-
-
-class _Order:
-    """A compile that the router wants, by one or more flights."""
-
-    def __init__(self, deadline: float):
-        self.deadline = deadline
-        self.flights: dict[int, str] = {}
-        """Flight number -> request."""
 
 
 class _Import:
@@ -62,10 +53,13 @@ class Sharing:
         self.manager, self.exchange = manager, exchange
         self.counts: Counter[str] = Counter()
         """Artifacts received, lent, refused, not received, by reason: for metrics and logs."""
-        self._orders: dict[bytes, _Order] = {}
+        self._orders: dict[bytes, dict[int, str]] = {}
+        """Compiles that the router wants: flight number -> request."""
         self._imports: dict[bytes, _Import] = {}
         self._lent: dict[bytes, Artifact] = {}
-        """On offer, each with one lock."""
+        """On offer, each with one lock,"""
+        self._leaving: set[bytes] = set()
+        """and those that are being taken back."""
         self._tokens_per_s = 0.0
         self._looked = 0.0
         store = manager.store
@@ -91,22 +85,21 @@ class Sharing:
             self._fetched(event)
         elif isinstance(event, Asked):
             self._lend(event.key)
-        elif isinstance(event, Returned) and (artifact := self._lent.pop(event.key, None)) is not None:
-            self.manager.store.unlock(artifact)
+        elif isinstance(event, Idle):
+            self._take_back(event.key, "gone")
+        elif isinstance(event, Returned):
+            self._leaving.discard(event.key)
+            self.manager.store.unlock(self._lent.pop(event.key))
+        elif isinstance(event, Expired) and event.key in self._orders:
+            self.manager.abandon(event.key)
 
     def sweep(self) -> None:
-        """Every scheduling step: deadlines, and the figures of the next heartbeat."""
+        """Every scheduling step: the figures of the next heartbeat."""
         now = time.monotonic()
-        for key in [k for k, o in self._orders.items() if o.deadline < now]:
-            if not self.manager.abandon(key):
-                self._orders[key].deadline = float("inf")
-        if self._imports and not self.exchange.alive:
-            for key in list(self._imports):
-                self._fetched(Fetched(key, False, "the exchange has ended"))
         if now - self._looked >= _LOAD_EVERY:
             self._looked = now
             store, running, queued = self.manager.store, *self.manager.load()
-            self.exchange.load = Load(queued, running, store.capacity - store.used_bytes, self._tokens_per_s)
+            self.exchange.show(Load(queued, running, store.capacity - store.used_bytes, self._tokens_per_s))
 
     @property
     def busy(self) -> bool:
@@ -130,8 +123,8 @@ class Sharing:
         if artifact is not None and artifact.ready:
             self._answer(told.key, {told.flight: told.request}, True, nbytes=artifact.nbytes)
             return
-        order = self._orders.setdefault(told.key, _Order(time.monotonic() + told.deadline))
-        order.flights[told.flight] = told.request
+        self._orders.setdefault(told.key, {})[told.flight] = told.request
+        self.exchange.order(told.key)
         if artifact is not None:  # under way, for someone here or on its way to us
             return
         made = manager.reserve_for([(told.key, tokens, told.adapter)])
@@ -143,10 +136,10 @@ class Sharing:
 
     def compiled(self, artifact: Artifact, state: Compile) -> None:
         """A compile request is done and its artifact is ready."""
-        order = self._orders.pop(artifact.key, None)
-        if order is not None:
+        flights = self._orders.pop(artifact.key, None)
+        if flights is not None:
             self._lend(artifact.key)
-            self._answer(artifact.key, order.flights, True, nbytes=artifact.nbytes, seconds=state.seconds)
+            self._answer(artifact.key, flights, True, nbytes=artifact.nbytes, seconds=state.seconds)
 
     def failed(self, artifact: Artifact) -> None:
         """A compile request has ended without an artifact."""
@@ -159,11 +152,11 @@ class Sharing:
         self._tokens_per_s += (rate - self._tokens_per_s) * weight
 
     def _failed(self, key: bytes, reason: str) -> None:
-        order = self._orders.pop(key, None)
-        if order is not None:
+        flights = self._orders.pop(key, None)
+        if flights is not None:
             self.counts["compile_failed"] += 1
-            self.exchange.withdraw(key, reason)
-            self._answer(key, order.flights, False, reason)
+            self.exchange.refuse(key, reason)
+            self._answer(key, flights, False, reason)
 
     def _answer(
         self, key: bytes, flights: dict[int, str], ok: bool, reason: str = "", nbytes: int = 0, seconds: float = 0.0
@@ -214,8 +207,7 @@ class Sharing:
             coming = self._imports[artifact.key] = _Import(artifact, time.monotonic() + told.deadline)
             coming.requests.add(told.request)
             awaited.append(artifact.key)
-            peer = Peer(w.address, w.public_key)
-            self.exchange.fetch(artifact.key, peer, artifact.offset, artifact.nbytes, told.deadline)
+            self.exchange.fetch(self._place(artifact), Peer(w.address, w.public_key), told.deadline)
         self.exchange.say(
             m.Expecting(request=told.request, held=tuple(held), awaited=tuple(awaited), refused=tuple(refused))
         )
@@ -227,7 +219,7 @@ class Sharing:
         artifact, left = coming.artifact, max(coming.deadline - time.monotonic(), 0.01)
         peer = Peer(told.address, told.public_key) if told.address else None
         artifact.source = told.source
-        self.exchange.refetch(artifact.key, peer, artifact.offset, artifact.nbytes, left, "no source")
+        self.exchange.refetch(self._place(artifact), peer, left, "no source")
 
     def _fetched(self, event: Fetched) -> None:
         """The place is ours again: with an artifact, or for a compile of our own, if anybody waits for it."""
@@ -238,12 +230,6 @@ class Sharing:
         ok, reason = event.ok, event.reason
         if artifact.stale:
             ok, reason = False, "invalidated"
-        elif ok:
-            try:
-                self._check_header(artifact)
-            except HeaderError as e:
-                logger.error("hypic: artifact of worker %s: %s", artifact.source, e)
-                ok, reason = False, "header"
         self.counts["received" if ok else f"not_received:{reason}"] += 1
         for request in sorted(coming.requests):
             self.exchange.say(
@@ -261,11 +247,9 @@ class Sharing:
             else:
                 store.discard(artifact)
 
-    def _check_header(self, artifact: Artifact) -> None:
-        """Raises HeaderError unless the blob says that it is what we would have written."""
-        buffer = self.manager.store.arena.buffer
-        raw = bytes(buffer[artifact.offset : artifact.base].cpu().numpy())
-        require_header(raw, decode_header(self.manager.header(artifact.tokens, artifact.adapter)))
+    def _place(self, artifact: Artifact) -> Place:
+        header = self.manager.header(artifact.tokens, artifact.adapter)
+        return Place(artifact.key, artifact.offset, artifact.nbytes, header)
 
     # ------------------------------------------------------------------ lend
 
@@ -275,7 +259,7 @@ class Sharing:
             return
         if artifact is None or not artifact.ready:
             if key not in self._orders:
-                self.exchange.withdraw(key, "gone")
+                self.exchange.refuse(key, "gone")
             return
         self.counts["lent"] += 1
         self._lent[key] = artifact
@@ -288,23 +272,27 @@ class Sharing:
     def _gone(self, artifact: Artifact) -> None:
         self.exchange.gone(artifact.key)
         if self._lent.get(artifact.key) is artifact:
-            self.exchange.withdraw(artifact.key, "invalidated")
+            self._take_back(artifact.key, "invalidated")
+
+    def _take_back(self, key: bytes, reason: str) -> None:
+        if key in self._lent and key not in self._leaving:
+            self._leaving.add(key)
+            self.exchange.withdraw(key, reason)
 
     # ------------------------------------------------------------------ both
 
     def _cancel(self, request: str) -> None:
         """Nobody waits for this request any more: what is done for it alone, and has not begun, is dropped."""
-        for key, order in list(self._orders.items()):
-            if request in order.flights.values():
-                order.flights = {f: r for f, r in order.flights.items() if r != request}
-                if not order.flights:
+        for key, flights in list(self._orders.items()):
+            if request in flights.values():
+                self._orders[key] = left = {f: r for f, r in flights.items() if r != request}
+                if not left:
                     self.manager.abandon(key)
-        for key, coming in self._imports.items():
+        for coming in self._imports.values():
             if request in coming.requests:
                 coming.requests.discard(request)
                 if not coming.requests and self.manager.waiting_for(coming.artifact) is None:
-                    a = coming.artifact
-                    self.exchange.refetch(key, None, a.offset, a.nbytes, 0.0, "cancelled")
+                    self.exchange.refetch(self._place(coming.artifact), None, 0.0, "cancelled")
 
     def new_weights(self) -> None:
         """The identity has changed."""

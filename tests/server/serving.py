@@ -67,7 +67,9 @@ class Server:
         self.url, self.seconds = url, seconds
         top = psutil.Process(process.pid)
         (fork_server,) = (p for p in top.children() if p.children())
-        scheduler, _ = sorted((sum(p.cpu_times()[:2]) for p in fork_server.children()), reverse=True)  # and detokenizer
+        scheduler = max(
+            sum(p.cpu_times()[:2]) for p in fork_server.children()
+        )  # the others: detokenizer, further ranks
         self.cpu_seconds = *(sum(p.cpu_times()[:2]) for p in (top, fork_server)), scheduler
         self.http = httpx.Client(base_url=url, timeout=2 * PATIENCE)
 

@@ -1,9 +1,10 @@
 """How an artifact lies in its blob: a self-describing header, then the payload that kernels read.
 
     header    magic, format version, length, msgpack fields (what the artifact is a function of, and its tokens)
-    T         [linear layer][head][d_k][d_k]              transition operators, in the state type
+    T         [linear layer][head][d_k][d_k]              transition operators, in the state type; where they are one
+                                                          decay per head: its logarithm, [linear layer][head] in fp32
     S         [linear layer][head][d_v][d_k]              zero-start end-states, SGLang's [value, key] layout, likewise
-    conv      [linear layer][channel][K-1]                conv window at the segment's end
+    conv      [linear layer][channel][K-1]                conv window at the segment's end, in the order of SGLang's pool
     KV        per full-attention layer: K [n][head][d], V [n][head][d] of the n interior tokens, K after RoPE at local
               positions
 
@@ -15,19 +16,24 @@ from __future__ import annotations
 import math
 import struct
 from array import array
+from typing import Literal
 
 import msgspec
 import torch
 
 from hypic.artifact.arena import align
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAGIC = b"hypicart"
 _PREFIX = struct.Struct("<8sII")
 
 
+Operator = Literal["dense", "log_decay"]
+"""What T is: a matrix [d_k, d_k] per head (DeltaNet, GDN, KDA), or the logarithm of one decay per head (Mamba2)."""
+
+
 class LinearShape(msgspec.Struct, frozen=True):
-    """Linear-attention layers of one rank: dense transition operators (DeltaNet, GDN, KDA)."""
+    """Linear-attention layers of one rank."""
 
     layer_ids: tuple[int, ...]
     heads: int
@@ -38,7 +44,22 @@ class LinearShape(msgspec.Struct, frozen=True):
     """K - 1 inputs."""
     conv_dtype: str
     state_dtype: str = "float32"
-    """Of T and S."""
+    """Of S, and of a dense T."""
+    family: str = "gdn"
+    """A module of hypic.engine.families."""
+    operator: Operator = "dense"
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """Shape of a conv window."""
+        return self.conv_channels, self.conv_width
+
+    @property
+    def transition(self) -> tuple[tuple[int, ...], str]:
+        """Shape and type of the operators of a layer."""
+        if self.operator == "log_decay":
+            return (self.heads,), "float32"
+        return (self.heads, self.d_k, self.d_k), self.state_dtype
 
 
 class FullShape(msgspec.Struct, frozen=True):
@@ -121,7 +142,8 @@ class ArtifactLayout:
         if linear is not None:
             n = len(linear.layer_ids)
             state = _itemsize(linear.state_dtype)
-            self.t_layer = linear.heads * linear.d_k * linear.d_k * state
+            shape, dtype = linear.transition
+            self.t_layer = math.prod(shape) * _itemsize(dtype)
             self.s_layer = linear.heads * linear.d_v * linear.d_k * state
             self.conv_layer = linear.conv_channels * linear.conv_width * _itemsize(linear.conv_dtype)
         self._t = 0
@@ -149,17 +171,19 @@ class ArtifactLayout:
         """Views of a payload (uint8, `payload_bytes(interior_tokens)` long).
 
         Returns:
-            "T" [layer, head, d_k, d_k], "S" [layer, head, d_v, d_k], "conv" [layer, channel, K-1] where there are linear
-            layers; "K" [layer, n, head, d_k], "V" [layer, n, head, d_v] where there are full-attention layers and n > 0.
+            "T" [layer, head, d_k, d_k] or [layer, head], "S" [layer, head, d_v, d_k], "conv" [layer, channel, K-1] where
+            there are linear layers; "K" [layer, n, head, d_k], "V" [layer, n, head, d_v] where there are full-attention
+            layers and n > 0.
         """
         out = {}
         if (lin := self.linear) is not None:
-            layers, state = len(lin.layer_ids), getattr(torch, lin.state_dtype)
-            for name, offset, shape, dtype in (
-                ("T", self._t, (layers, lin.heads, lin.d_k, lin.d_k), state),
-                ("S", self._s, (layers, lin.heads, lin.d_v, lin.d_k), state),
-                ("conv", self._conv, (layers, lin.conv_channels, lin.conv_width), getattr(torch, lin.conv_dtype)),
+            layers = len(lin.layer_ids)
+            for name, offset, part, kind in (
+                ("T", self._t, *lin.transition),
+                ("S", self._s, (lin.heads, lin.d_v, lin.d_k), lin.state_dtype),
+                ("conv", self._conv, lin.window, lin.conv_dtype),
             ):
+                shape, dtype = (layers, *part), getattr(torch, kind)
                 nbytes = math.prod(shape) * dtype.itemsize
                 out[name] = payload[offset : offset + nbytes].view(dtype).view(shape)
         if (full := self.full) is not None and interior_tokens:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from hypic.artifact.arena import align
-from hypic.artifact.layout import ArtifactLayout, FullShape, Header, LinearShape, encode_header, token_bytes
+from hypic.artifact.layout import ArtifactLayout, FullShape, Header, encode_header, token_bytes
 from hypic.config import HypicConfig, artifact_state_dtype
 from hypic.doctor.findings import LayerFamily, ModelFinding, SegmentSize
+from hypic.engine.families import family, family_of_config, known_families
 from hypic.engine.support import check_server_args
 
 SEGMENT_TOKENS = (512, 2048, 8192)
@@ -75,7 +76,7 @@ def _objections(model: Any) -> list[str]:
     if name != architecture:
         found.append(f"SGLang has no model class {architecture} and would fall back to {name}")
     if backend := _foreign_linear_attention(model):
-        found.append(f"linear attention of {backend}: only gated delta networks (GDNAttnBackend) so far")
+        found.append(f"linear attention of {backend}: {known_families()}")
     if model.attention_arch == AttentionArch.MLA:
         found.append("multi-head latent attention: only plain K and V so far")
     windowed = model.sliding_window_size is not None and (
@@ -96,13 +97,13 @@ def _objections(model: Any) -> list[str]:
 
 
 def _foreign_linear_attention(model: Any) -> str | None:
-    """Name of the backend that SGLang takes for the model's linear layers, if it is not that of gated delta networks."""
+    """Name of the backend that SGLang takes for the model's linear layers, if it is none of our families'."""
     from sglang.srt.configs import hybrid_arch
 
-    if hybrid_arch.hybrid_gdn_config(model) is not None:
+    if family_of_config(model) is not None:
         return None
     if hybrid_arch.mamba2_config(model) is not None:
-        return "Mamba2AttnBackend or a short convolution"
+        return "Mamba2AttnBackend of another mixer, or a short convolution"
     if hybrid_arch.kimi_linear_config(model) is not None:
         return "KDAAttnBackend"
     if hybrid_arch.hybrid_lightning_config(model) is not None:
@@ -114,25 +115,21 @@ def _foreign_linear_attention(model: Any) -> str | None:
 
 def read_layout(model: Any, server_args: Any, state_dtype: str) -> ArtifactLayout:
     """The artifact layout of one rank, from SGLang's ModelConfig (``engine.model.read_layout`` has it from the pools)."""
-    from sglang.srt.configs.hybrid_arch import hybrid_gdn_config
     from sglang.srt.runtime_context import get_parallel
 
     tp, linear = server_args.tp_size, None
     layers = range(model.num_hidden_layers)
-    if (hybrid := hybrid_gdn_config(model)) is not None:
+    if (found := family_of_config(model)) is not None:
+        hybrid = found.config(model)
+        assert hybrid is not None
         with get_parallel().override(attn_tp_size=tp):
             params = hybrid.mamba2_cache_params
-        ((channels, width),) = params.shape.conv
-        heads, d_v, d_k = params.shape.temporal
-        linear = LinearShape(
-            layer_ids=tuple(params.layers),
-            heads=heads,
-            d_k=d_k,
-            d_v=d_v,
-            conv_channels=channels,
-            conv_width=width,
-            conv_dtype=str(params.dtype.conv).removeprefix("torch."),
-            state_dtype=artifact_state_dtype(state_dtype, str(model.dtype).removeprefix("torch.")),
+        linear = found.shape(
+            tuple(params.layers),
+            [tuple(conv) for conv in params.shape.conv],
+            tuple(params.shape.temporal),
+            str(params.dtype.conv).removeprefix("torch."),
+            artifact_state_dtype(state_dtype, str(model.dtype).removeprefix("torch.")),
         )
         layers = hybrid.full_attention_layer_ids
     full = FullShape(
@@ -149,7 +146,8 @@ def _families(layout: ArtifactLayout) -> list[LayerFamily]:
     out = []
     if (linear := layout.linear) is not None:
         shape = f"{linear.heads} heads, d_k {linear.d_k}, d_v {linear.d_v}, convolution over {linear.conv_width + 1}"
-        out.append(LayerFamily(family="gated delta network", layers=len(linear.layer_ids), shape=shape))
+        title = family(linear.family).title
+        out.append(LayerFamily(family=title, layers=len(linear.layer_ids), shape=shape))
     if (full := layout.full) is not None:
         shape = f"{full.heads} KV heads of {full.d_k}"
         out.append(LayerFamily(family="full attention", layers=len(full.layer_ids), shape=shape))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hypic.engine.gdn import LinkedGdn
+from hypic.engine.families import family
 from hypic.kernels.seam_attention import seam_attention, seam_scratch
 from hypic.kernels.seam_plan import SeamPlan, SeamShape
 
@@ -39,7 +39,9 @@ def linked_backend(backend: Any, runtime: LinkRuntime, plan: ForwardPlan) -> Any
         return _specialise(backend, full, plan, runtime)
     hybrid = copy.copy(backend)
     hybrid.full_attn_backend = _specialise(backend.full_attn_backend, full, plan, runtime)
-    hybrid.linear_attn_backend = _specialise(backend.linear_attn_backend, LinkedGdn, plan, runtime)
+    assert runtime.layout.linear is not None
+    mixin = family(runtime.layout.linear.family).mixin
+    hybrid.linear_attn_backend = _specialise(backend.linear_attn_backend, mixin, plan, runtime)
     hybrid.attn_backend_list = [hybrid.full_attn_backend, hybrid.linear_attn_backend]
     return hybrid
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hypic.engine.request import Compile, Link
-from hypic.kernels.gdn_chain import ChainItem
+from hypic.kernels.chain_plans import ChainItem
 from hypic.plan import NO_ARTIFACT, LinkLayout, Run
 
 CHAIN_LIMIT = 128

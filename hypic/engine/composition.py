@@ -11,11 +11,12 @@ import torch
 from hypic.artifact.layout import ArtifactLayout, LinearShape
 from hypic.artifact.store import Artifact
 from hypic.engine.batch import CompileRow
-from hypic.engine.gdn import gdn_parameters
-from hypic.engine.gdn_compile import CompileStep
+from hypic.engine.families import family
+from hypic.engine.families.base import LinearLayer, Memory
+from hypic.engine.linear_compile import CompileStep
 from hypic.engine.request import Compile
 from hypic.kernels._triton import Precision
-from hypic.kernels.gdn_chain import ChainItem, ChainPlan, gdn_chain
+from hypic.kernels.chain_plans import ChainItem, ChainPlan
 
 COMPOSITION_TOLERANCE = 2e-3
 """Bound on the composed state's error relative to the largest entry, in float32."""
@@ -30,11 +31,6 @@ class ComposeError(ValueError):
     """A composed state is not the state that the tokens give."""
 
 
-def linear_layers(model: Any) -> dict[int, Any]:
-    """SGLang's RadixLinearAttention modules of a model, by layer id."""
-    return {m.layer_id: m for m in model.modules() if type(m).__name__ == "RadixLinearAttention"}
-
-
 @torch.no_grad()
 def check_composition(model: Any, shape: LinearShape) -> float:
     """Run random inputs through the first and last linear layer twice: token by token, and with the middle joined as an
@@ -45,7 +41,7 @@ def check_composition(model: Any, shape: LinearShape) -> float:
     Raises:
         ComposeError: a layer is missing or the error exceeds COMPOSITION_TOLERANCE.
     """
-    layers = linear_layers(model)
+    layers = family(shape.family).layers(model)
     if missing := sorted(set(shape.layer_ids) - set(layers)):
         raise ComposeError(f"no linear-attention module found for layers {missing}")
     worst = 0.0
@@ -56,41 +52,42 @@ def check_composition(model: Any, shape: LinearShape) -> float:
     return worst
 
 
-def _layer_error(layer: Any, shape: LinearShape) -> float:
-    device, segment = layer.conv_weights.device, _SEAM + _INTERIOR
+def _layer_error(layer: LinearLayer, shape: LinearShape) -> float:
+    device, segment = layer.device, _SEAM + _INTERIOR
     total = _PREFIX + segment + _QUERY
     one = ArtifactLayout(msgspec.structs.replace(shape, layer_ids=(0,), state_dtype="float32"), None)
     assert one.linear is not None
     generator = torch.Generator().manual_seed(0)
+    conv_dtype = getattr(torch, shape.conv_dtype)
 
     def random(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=generator).to(device)
+        values = torch.randn(*size, generator=generator).to(device)
+        return values.to(conv_dtype).float()  # so that windows hold it exactly
 
-    conv_dtype = getattr(torch, shape.conv_dtype)
-    x = random(total, shape.conv_channels).to(conv_dtype).float()  # so that windows hold it exactly
-    a, b = random(total, shape.heads), random(total, shape.heads)
-    params, out = gdn_parameters(layer), x.new_zeros(total, shape.heads, shape.d_v)
-    arena = torch.zeros(one.payload_bytes(0), dtype=torch.uint8, device=device)
-    states: dict[str, Any] = dict(t_off=one.t_offset(0), s_off=one.s_offset(0), state_dtype=torch.float32)
-    conv = torch.zeros(3, shape.conv_channels, shape.conv_width, dtype=conv_dtype, device=device)
-    state = torch.zeros(3, shape.heads, shape.d_v, shape.d_k, device=device)
+    inputs = layer.random_inputs(total, random)
+    out = torch.zeros(total, shape.heads, shape.d_v, device=device)
+    at = Memory(
+        conv=torch.zeros(3, *shape.window, dtype=conv_dtype, device=device) if shape.conv_width else None,
+        state=torch.zeros(3, shape.heads, shape.d_v, shape.d_k, device=device),
+        arena=torch.zeros(one.payload_bytes(0), dtype=torch.uint8, device=device),
+        t_off=one.t_offset(0),
+        s_off=one.s_offset(0),
+        c_off=one.conv_offset(0),
+        state_dtype=torch.float32,
+        precision=_PRECISION,
+    )
 
     def chain(slot: int, items: list[ChainItem]) -> torch.Tensor:
         plan = ChainPlan.build(rows=[items], slot=[slot], fresh=[True], conv_width=shape.conv_width + 1, device=device)
-        gdn_chain(
-            x, a, b, **params, conv_pool=conv, ssm_pool=state, arena=arena, **states,
-            c_off=one.conv_offset(0), plan=plan, out=out, precision=_PRECISION,
-        )  # fmt: skip
-        return state[slot]
+        layer.chain(inputs, at, plan, out)
+        return at.state[slot]
 
-    artifact = Artifact(b"", array("q", range(segment)), "", 0, arena.numel(), 0)
+    artifact = Artifact(b"", array("q", range(segment)), "", 0, at.arena.numel(), 0)
     row = CompileRow(Compile(artifact, _SEAM), pool_row=0, begin=0, end=segment)
     step = CompileStep([row], [_PREFIX], torch.zeros(1, dtype=torch.int64, device=device), one.linear)
-    step.before(
-        x, a, b, params=params, conv=conv, state=state, arena=arena, states=states, out=out, precision=_PRECISION
-    )  # fmt: skip
+    step.before(layer, inputs, at, out)
     chain(0, [ChainItem(_PREFIX, segment)])
-    step.after(conv=conv, state=state, arena=arena, states=states, c_off=one.conv_offset(0), precision=_PRECISION)
+    step.after(layer, at)
 
     whole = chain(1, [ChainItem(0, total)])
     seam, query = _PREFIX, _PREFIX + segment

@@ -8,6 +8,7 @@ import torch
 
 from hypic.artifact.layout import ArtifactLayout, FullShape, LinearShape
 from hypic.config import artifact_state_dtype
+from hypic.engine.families import family_of_backend, known_families
 from hypic.engine.relocation import CannotRelocate, Rotary, find_rotary
 from hypic.engine.support import Unsupported
 
@@ -21,13 +22,12 @@ def read_layout(model_runner: Any, state_dtype: str) -> ArtifactLayout:
 
 def _linear_shape(model_runner: Any, backend: Any, state_dtype: str) -> LinearShape | None:
     from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
-    from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
 
     if not isinstance(backend, HybridLinearAttnBackend):
         return None
-    kind = type(backend.linear_attn_backend)
-    if kind is not GDNAttnBackend:
-        raise Unsupported(f"linear attention of {kind.__name__}: only gated delta networks (GDNAttnBackend) so far")
+    found = family_of_backend(backend.linear_attn_backend)
+    if found is None:
+        raise Unsupported(f"linear attention of {type(backend.linear_attn_backend).__name__}: {known_families()}")
     pool = model_runner.req_to_token_pool
     if pool.mamba_ckpt_pool is not None:
         raise Unsupported("int8 state checkpoints: rounding in the radix tree is not proven")
@@ -36,21 +36,17 @@ def _linear_shape(model_runner: Any, backend: Any, state_dtype: str) -> LinearSh
         raise Unsupported(
             f"--hypic-state-dtype {state_dtype} with a model in float32: leave it out, or serve in bfloat16"
         )
-    conv, state = pool.mamba_pool.mamba_cache.conv, pool.mamba_pool.mamba_cache.temporal
-    if len(conv) != 1:
-        raise Unsupported(f"{len(conv)} conv states per layer; gated delta networks have one")
-    _, _, heads, d_v, d_k = state.shape
-    _, _, channels, width = conv[0].shape
-    return LinearShape(
-        layer_ids=tuple(pool.mamba_map),
-        heads=heads,
-        d_k=d_k,
-        d_v=d_v,
-        conv_channels=channels,
-        conv_width=width,
-        conv_dtype=_name(conv[0].dtype),
-        state_dtype=state_dtype,
-    )
+    cache = pool.mamba_pool.mamba_cache
+    try:
+        return found.shape(
+            tuple(pool.mamba_map),
+            [tuple(conv.shape[2:]) for conv in cache.conv],
+            tuple(cache.temporal.shape[2:]),
+            _name(cache.conv[0].dtype) if cache.conv else state_dtype,
+            state_dtype,
+        )
+    except ValueError as e:
+        raise Unsupported(str(e)) from None
 
 
 def _full_shape(model_runner: Any, backend: Any) -> FullShape | None:

@@ -6,22 +6,19 @@ optionally an artifact (h <- h T + S, its own inputs appended to the window). HY
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from hypic.kernels._common import Impl, blob_view, pick_impl
 from hypic.kernels._triton import Precision, block, jit, require_triton, tl, triton_dtype
+from hypic.kernels.chain_plans import NO_ARTIFACT, ChainItem, ChainPlan
+from hypic.kernels.conv_runs import convolve_row_torch, store_row_window
 from hypic.kernels.gdn_inputs import (
     GdnLayer,
-    conv_torch,
     gates_torch,
     launch_inputs,
-    load_window,
     split_heads_torch,
 )
-from hypic.kernels.gdn_plans import NO_ARTIFACT, ChainItem, ChainPlan
 from hypic.kernels.wy import delta_rule
 
 __all__ = ["NO_ARTIFACT", "ChainItem", "ChainPlan", "chain_scratch", "gdn_chain"]
@@ -118,8 +115,9 @@ def _gdn_chain_torch(
     for r, (row, fresh) in enumerate(zip(plan.lists.rows, plan.lists.fresh, strict=True)):
         if fresh:
             windows[r], states[r] = 0.0, 0.0
-        y, window = _convolve_row(layer, x, windows[r], row, arena, c_off, conv_pool.dtype)
-        windows[r] = window
+        y, windows[r] = convolve_row_torch(
+            layer.conv_weight, layer.conv_bias, layer.activation, x, windows[r], row, arena, c_off, conv_pool.dtype
+        )
         tokens = torch.cat([torch.arange(i.tok, i.tok + i.length, device=x.device) for i in row] or [plan.slot[:0]])
         q, k, v = split_heads_torch(layer, y)
         q, k = (t.repeat_interleave(group, 1).transpose(0, 1) for t in (q, k))
@@ -139,33 +137,6 @@ def _gdn_chain_torch(
         states[r] = h
     conv_pool[plan.slot] = windows.to(conv_pool.dtype)
     ssm_pool[plan.slot] = states.to(ssm_pool.dtype)
-
-
-def _convolve_row(
-    layer: GdnLayer,
-    x: Tensor,
-    window: Tensor,
-    row: Sequence[ChainItem],
-    arena: Tensor,
-    c_off: int,
-    tail_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """Convolve the run tokens of a row inside its stream: [M_row, D] and the window [D, W-1] at the row's end."""
-    back = layer.width - 1
-    stream, length = [window.t()], back
-    at: list[int] = []
-    for item in row:
-        stream.append(x[item.tok : item.tok + item.length].float())
-        at += range(length, length + item.length)
-        length += item.length
-        if item.art != NO_ARTIFACT:
-            tail = blob_view(arena, item.art + c_off, (layer.dim, back), tail_dtype)
-            stream.append(tail[:, back - item.own :].t().float())
-            length += item.own
-    inputs = torch.cat(stream)
-    here = torch.tensor(at, dtype=torch.int64, device=x.device)
-    y = conv_torch(layer, [inputs[here - back + j] for j in range(layer.width)])
-    return y, inputs[length - back :].t()
 
 
 # ---------------------------------------------------------------- Triton
@@ -326,13 +297,7 @@ def _chain_kernel(
     # Each program also moves its share of the channels to the window at the row's end.
     share = hv * tl.num_programs(0) + v_block
     per_program: tl.constexpr = (DIM + HV * ((DV + BV - 1) // BV) - 1) // (HV * ((DV + BV - 1) // BV))
-    c = tl.arange(0, BC)
-    channels, columns = share * per_program + c, tl.arange(0, BW)
-    code = tl.load(row_win + row * BACK + columns, mask=columns < BACK, other=0)
-    ok_w = ((c < per_program) & (channels < DIM))[:, None] & (columns < BACK)[None, :]
-    window = load_window(
-        x, conv_pool, arena, code[None, :], slot, channels[:, None], ok_w, x_stride, pool_stride, c_off, BACK,
-        ITEM_BYTES,
+    store_row_window(
+        x, conv_pool, arena, row_win, row, slot, share * per_program, tl.minimum(DIM - share * per_program, per_program),
+        x_stride, pool_stride, c_off, BACK, ITEM_BYTES, BC, BW,
     )  # fmt: skip
-    window_out = conv_pool + slot * pool_stride + channels[:, None] * BACK + columns[None, :]
-    tl.store(window_out, window.to(conv_pool.dtype.element_ty), mask=ok_w)

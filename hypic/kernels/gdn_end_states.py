@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hypic.kernels._common import Impl, blob_view, pick_impl
 from hypic.kernels._triton import Precision, block, constexpr, jit, require_triton, tl, triton_dtype
-from hypic.kernels.gdn_compile_plans import IN_BLOB, NO_STATE, EndStatesPlan
+from hypic.kernels.compile_plans import IN_BLOB, NO_STATE, EndStatesPlan
 
 __all__ = ["IN_BLOB", "NO_STATE", "EndStatesPlan", "gdn_end_states"]
 

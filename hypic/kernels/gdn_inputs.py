@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hypic.kernels._triton import block, constexpr, jit, require_triton, tl
-from hypic.kernels.gdn_plans import ARTIFACT, POOL, TOKEN, Runs
+from hypic.kernels.chain_plans import TOKEN, Runs
+from hypic.kernels.conv_runs import load_window
 
 L2_EPS = 1e-6
-_TOKEN, _POOL, _ARTIFACT = constexpr(TOKEN), constexpr(POOL), constexpr(ARTIFACT)
+_TOKEN = constexpr(TOKEN)
 _L2_EPS = constexpr(L2_EPS)
 
 
@@ -119,7 +120,7 @@ def launch_inputs(
     """One launch: q and k [M, HK, K], v [M, HV, V], g and beta [M, HV], all contiguous fp32.
 
     Grid: blocks of 16 tokens x heads (q, k, then v). For the few tokens of seams: every tap of the convolution looks up
-    where it stands (see gdn_plans). The many tokens of a compile go through gdn_keys.
+    where it stands (see chain_plans). The many tokens of a compile go through gdn_keys.
     """
     require_triton(x)
     if runs.total == 0:
@@ -182,18 +183,6 @@ def gate(a, dt_bias, A_log):
     pre = a + dt_bias
     softplus = tl.where(pre > 20.0, pre, tl.log(1.0 + tl.exp(tl.minimum(pre, 20.0))))
     return -tl.exp(A_log) * softplus
-
-
-@jit
-def load_window(x, conv_pool, arena, code, slot, channels, live, x_stride, pool_stride, c_off, BACK, ITEM_BYTES):
-    """Inputs at window ``code`` s of ``channels`` (both broadcast to a tile), fp32; 0 where not ``live``."""
-    kind, value = code & 3, code >> 2
-    found = tl.load(x + value * x_stride + channels, mask=live & (kind == _TOKEN), other=0.0).to(tl.float32)
-    in_pool = conv_pool + slot * pool_stride + channels * BACK + value
-    found += tl.load(in_pool, mask=live & (kind == _POOL), other=0.0).to(tl.float32)
-    tails = arena.to(tl.pointer_type(conv_pool.dtype.element_ty))
-    in_tail = tails + (value // BACK) // ITEM_BYTES + c_off + channels * BACK + value % BACK
-    return found + tl.load(in_tail, mask=live & (kind == _ARTIFACT), other=0.0).to(tl.float32)
 
 
 @jit

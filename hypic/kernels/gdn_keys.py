@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hypic.kernels._common import Impl, pick_impl
 from hypic.kernels._triton import block, jit, require_triton, tl
-from hypic.kernels.gdn_compile_plans import TransitionPlan
+from hypic.kernels.compile_plans import TransitionPlan
 from hypic.kernels.gdn_inputs import GdnLayer, conv_torch, gate, gates_torch, l2norm_torch, unit_rows
 from hypic.kernels.wy import CHUNK
 

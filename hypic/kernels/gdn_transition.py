@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hypic.kernels._common import Impl, blob_view, pick_impl
 from hypic.kernels._triton import Precision, block, constexpr, jit, require_triton, tl, triton_dtype
-from hypic.kernels.gdn_compile_plans import TransitionPlan
+from hypic.kernels.compile_plans import TransitionPlan
 from hypic.kernels.wy import CHUNK, Chunk
 
 __all__ = ["FORGOTTEN", "TransitionPlan", "TransitionScratch", "gdn_transition"]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hypic.artifact.layout import LinearShape
-from hypic.engine import gdn_compile
 from hypic.engine.composition import ComposeError, check_composition
+from hypic.engine.families import gdn
 from hypic.kernels._common import blob_view
 
 SHAPE = LinearShape((3, 5), 4, 16, 24, 2 * 2 * 16 + 4 * 24, 3, "bfloat16", "bfloat16")
@@ -42,7 +42,7 @@ def test_it_holds(model: torch.nn.Module) -> None:
 @pytest.mark.parametrize("part", ["T", "S", "side"])
 def test_a_wrong_part_is_found(part: str, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """T that is the identity, S that keeps the seam, and T on the wrong side."""
-    transition, end_states = gdn_compile.gdn_transition, gdn_compile.gdn_end_states
+    transition, end_states = gdn.gdn_transition, gdn.gdn_end_states
 
     def wrong_transition(k: Any, g: Any, beta: Any, *, arena: Any, t_off: int, **rest: Any) -> None:
         transition(k, g, beta, arena=arena, t_off=t_off, **rest)
@@ -53,9 +53,9 @@ def test_a_wrong_part_is_found(part: str, model: torch.nn.Module, monkeypatch: p
         end_states(ssm_pool, torch.zeros_like(seam_states), **rest)
 
     if part == "S":
-        monkeypatch.setattr(gdn_compile, "gdn_end_states", wrong_end_states)
+        monkeypatch.setattr(gdn, "gdn_end_states", wrong_end_states)
     else:
-        monkeypatch.setattr(gdn_compile, "gdn_transition", wrong_transition)
+        monkeypatch.setattr(gdn, "gdn_transition", wrong_transition)
     with pytest.raises(ComposeError, match="off by"):
         check_composition(model, SHAPE)
 

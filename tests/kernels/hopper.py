@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 
 from hypic.artifact.layout import LinearShape
 from hypic.engine import composition
+from hypic.engine.families.gdn import GdnLayer
 from hypic.kernels import gdn_chain, gdn_end_states, gdn_inputs, gdn_keys, gdn_transition, relocate, seam_attention
 from hypic.kernels.seam_plan import SeamPlan, SeamShape
 
@@ -174,5 +175,7 @@ def compile_start_up_proof(hk: int, hv: int, dk: int, dv: int) -> list[tuple[str
         head_v_dim=dv,
     )
     with recorded() as reports:
-        composition._layer_error(layer, LinearShape((0,), hv, dk, dv, dim, width - 1, "bfloat16", "bfloat16"))
+        composition._layer_error(
+            GdnLayer.of(layer), LinearShape((0,), hv, dk, dv, dim, width - 1, "bfloat16", "bfloat16")
+        )
     return reports

@@ -12,7 +12,9 @@ from cases import BF16, INTERPRETED, Case, Heads, Target, assert_close, sizes
 from hypic.artifact.layout import LinearShape
 from hypic.artifact.store import Artifact
 from hypic.engine.batch import CompileRow
-from hypic.engine.gdn_compile import CompileStep, completes_seam
+from hypic.engine.families.base import Memory
+from hypic.engine.families.gdn import GdnLayer
+from hypic.engine.linear_compile import CompileStep, completes_seam
 from hypic.engine.request import Compile
 from hypic.kernels.gdn_chain import ChainItem, ChainPlan, chain_scratch, gdn_chain
 
@@ -39,8 +41,10 @@ def compile_segments(
         (0,), h.hv, h.dk, h.dv, h.dim, h.width - 1, str(case.pool_dtype).removeprefix("torch."),
         str(case.state_dtype).removeprefix("torch."),
     )  # fmt: skip
-    states = {"t_off": case.t_off, "s_off": case.s_off, "state_dtype": case.state_dtype}
-    pools = {"conv": case.conv_pool, "state": case.ssm_pool, "arena": case.arena, "states": states}
+    at = Memory(
+        case.conv_pool, case.ssm_pool, case.arena, case.t_off, case.s_off, case.c_off, case.state_dtype, "ieee"
+    )  # fmt: skip
+    layer = GdnLayer(case.layer, target.impl)
     jobs = [
         Compile(Artifact(b"", array("q", range(n)), "", 0, case.stride, blob * case.stride), seam)
         for blob, _, _, n in segments
@@ -51,10 +55,10 @@ def compile_segments(
         slots = torch.tensor([s[1] for s, _ in here], device=case.device)
         step = CompileStep(rows, [s[2] + lo for s, _ in here], slots, linear)
         out = torch.full((case.tokens, h.hv, h.dv), float("nan"), device=case.device)
-        step.before(case.x, case.a, case.b, params=case.layer, out=out, **pools, **target.dots)
+        step.before(layer, (case.x, case.a, case.b), at, out)
         for (s, _), row in zip(here, rows, strict=True):  # in place of the native kernel
             chain(case, target, s[1], [ChainItem(s[2] + lo, row.end - row.begin)], fresh=lo == 0)
-        step.after(c_off=case.c_off, **pools, **target.dots)
+        step.after(layer, at)
 
 
 def assert_links(case: Case, target: Target, blob: int, length: int, seam: int, first: int, tol: float) -> None:

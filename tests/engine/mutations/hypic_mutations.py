@@ -22,10 +22,10 @@ def activate() -> None:
 
 def transition_is_identity() -> None:
     """h <- h + S: what earlier segments left in the state is neither decayed nor overwritten."""
-    from hypic.engine import gdn_compile
+    from hypic.engine.families import gdn
     from hypic.kernels._common import blob_view
 
-    original = gdn_compile.gdn_transition
+    original = gdn.gdn_transition
 
     def transition(k: Any, g: Any, beta: Any, *, arena: Any, t_off: int, plan: Any, **rest: Any) -> None:
         original(k, g, beta, arena=arena, t_off=t_off, plan=plan, **rest)
@@ -33,19 +33,19 @@ def transition_is_identity() -> None:
         for blob in plan.lists.blob:
             blob_view(arena, blob + t_off, (heads, dim, dim), torch.float32).copy_(torch.eye(dim))
 
-    gdn_compile.gdn_transition = transition  # type: ignore[assignment]
+    gdn.gdn_transition = transition  # type: ignore[assignment]
 
 
 def end_state_keeps_the_seam() -> None:
     """S is the end state of the compile: the seam, computed again at link, counts twice."""
-    from hypic.engine import gdn_compile
+    from hypic.engine.families import gdn
 
-    original = gdn_compile.gdn_end_states
+    original = gdn.gdn_end_states
 
     def end_states(ssm_pool: Any, seam_states: Any, **rest: Any) -> None:
         original(ssm_pool, torch.zeros_like(seam_states), **rest)
 
-    gdn_compile.gdn_end_states = end_states  # type: ignore[assignment]
+    gdn.gdn_end_states = end_states  # type: ignore[assignment]
 
 
 def conv_window_stays() -> None:

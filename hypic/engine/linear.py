@@ -1,37 +1,25 @@
-"""Gated delta networks: the linear layers of a batch follow the run plan.
+"""Linear layers of a batch with linked or compiling rows follow the run plan, whatever their family.
 
-Seams and short runs go through one chain kernel, which joins artifacts as it passes them; long runs, ordinary rows and
-compiling rows go through SGLang's own kernels. Both read and write the request's own state slot, so they compose in any
-order. Compiling rows also yield their artifact's part, see gdn_compile.
+Seams and short runs go through the family's chain kernel, which joins artifacts as it passes them; long runs, ordinary
+rows and compiling rows go through SGLang's own kernels. Both read and write the request's own state slot, so they compose
+in any order. Compiling rows also yield their artifact's part, see linear_compile.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from hypic.engine.batch import Stage, linear_stages
-from hypic.engine.gdn_compile import CompileStep, on_device
-from hypic.kernels.gdn_chain import ChainPlan, gdn_chain
+from hypic.engine.families.base import Inputs, LinearLayer, Memory
+from hypic.engine.linear_compile import CompileStep, on_device
+from hypic.kernels.chain_plans import ChainPlan
 
 if TYPE_CHECKING:
     from hypic.engine.forward import ForwardPlan, LinkRuntime
-
-
-def gdn_parameters(layer: Any) -> dict[str, Any]:
-    """The parameters of a RadixLinearAttention module as our kernels take them."""
-    return dict(
-        conv_weight=layer.conv_weights,
-        conv_bias=layer.bias,
-        activation=layer.activation,
-        A_log=layer.A_log,
-        dt_bias=layer.dt_bias,
-        num_k_heads=layer.num_k_heads,
-        num_v_heads=layer.num_v_heads,
-        head_k_dim=layer.head_k_dim,
-        head_v_dim=layer.head_v_dim,
-    )
 
 
 class _Step:
@@ -78,8 +66,8 @@ class _Step:
         self.metadata = backend.forward_metadata
 
 
-class LinkedGdn:
-    """Mixin in front of SGLang's GDNAttnBackend."""
+class LinkedLinear:
+    """Mixin in front of SGLang's backend of a family, which calls run_layer from where SGLang calls the backend."""
 
     hypic_plan: ForwardPlan
     hypic_runtime: LinkRuntime
@@ -101,46 +89,57 @@ class LinkedGdn:
             compiles, tokens = [plan.batch.compiles[r] for r in rows], [int(plan.tokens[r]) for r in rows]
             self._compile = CompileStep(compiles, tokens, slots[on_device(rows, slots.device)], linear)
 
-    def forward_extend(self, layer: Any, forward_batch: Any, mixed_qkv: Any, a: Any, b: Any, **kwargs: Any) -> Any:
-        runtime, layer_id = self.hypic_runtime, layer.layer_id
-        layout, arena = runtime.layout, runtime.arena.buffer
-        cache = self.req_to_token_pool.mamba2_layer_cache(layer_id)  # type: ignore[attr-defined]
-        conv, state = cache.conv[0], cache.temporal
-        params = gdn_parameters(layer)
-        assert layout.linear is not None
-        states: dict[str, Any] = dict(
-            t_off=layout.t_offset(layer_id),
-            s_off=layout.s_offset(layer_id),
-            state_dtype=getattr(torch, layout.linear.state_dtype),
-        )
-        out = mixed_qkv.new_empty(1, mixed_qkv.shape[0], layer.num_v_heads, layer.head_v_dim)
+    def run_layer(
+        self,
+        layer_id: int,
+        layer: LinearLayer,
+        inputs: Inputs,
+        out: Tensor,
+        native: Callable[[Any, Inputs], Tensor],
+    ) -> Tensor:
+        """One linear layer on the whole batch.
+
+        Args:
+            inputs: of all tokens, as the family's operations take them.
+            out: [T, H, V], written where tokens go through the chain.
+            native: SGLang's own way through the layer for a view of the batch and the inputs of its tokens; returns
+                their outputs, H V numbers each.
+        Returns:
+            outputs [T, H, V], in ``out`` or in the native kernel's own tensor.
+        """
+        at = self._memory(layer_id)
         if self._compile is not None:
-            self._compile.before(
-                mixed_qkv, a, b, params=params, conv=conv, state=state, arena=arena, states=states, out=out[0]
-            )
+            self._compile.before(layer, inputs, at, out)
         for step in self._steps:
             if step.chain is not None:
-                gdn_chain(
-                    mixed_qkv, a, b, **params, conv_pool=conv, ssm_pool=state, arena=arena, **states,
-                    c_off=layout.conv_offset(layer_id), plan=step.chain, out=out[0],
-                )  # fmt: skip
+                layer.chain(inputs, at, step.chain, out)
             if step.native is not None:
                 self.forward_metadata = step.metadata
                 if step.tokens is None:
-                    out = self._native(layer, step.native, mixed_qkv, a, b, **kwargs)
+                    out = native(step.native, inputs).view(out.shape)
                 else:
                     t = step.tokens
-                    part = self._native(layer, step.native, mixed_qkv[t], a[t], b[t], **kwargs)
-                    out.index_copy_(1, t, part.view(1, -1, *out.shape[2:]).to(out.dtype))
+                    part = native(step.native, tuple(x[t] for x in inputs))
+                    out.index_copy_(0, t, part.view(-1, *out.shape[1:]).to(out.dtype))
             if step.checkpoints is not None:
                 source, target = step.checkpoints
-                conv[target], state[target] = conv[source], state[source]
+                for pool in (at.state, at.conv):
+                    if pool is not None:
+                        pool[target] = pool[source]
         if self._compile is not None:
-            at = layout.conv_offset(layer_id)
-            self._compile.after(conv=conv, state=state, arena=arena, states=states, c_off=at)
+            self._compile.after(layer, at)
         return out
 
-    def _native(self, layer: Any, view: Any, mixed_qkv: Any, a: Any, b: Any, **kwargs: Any) -> torch.Tensor:
-        return super().forward_extend(  # type: ignore[misc]
-            layer=layer, forward_batch=view, mixed_qkv=mixed_qkv, a=a, b=b, **kwargs
+    def _memory(self, layer_id: int) -> Memory:
+        runtime, layout = self.hypic_runtime, self.hypic_runtime.layout
+        cache = self.req_to_token_pool.mamba2_layer_cache(layer_id)  # type: ignore[attr-defined]
+        assert layout.linear is not None
+        return Memory(
+            conv=cache.conv[0] if cache.conv else None,
+            state=cache.temporal,
+            arena=runtime.arena.buffer,
+            t_off=layout.t_offset(layer_id),
+            s_off=layout.s_offset(layer_id),
+            c_off=layout.conv_offset(layer_id),
+            state_dtype=getattr(torch, layout.linear.state_dtype),
         )

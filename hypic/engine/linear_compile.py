@@ -1,4 +1,4 @@
-"""The linear part of artifacts: what a compiling row leaves behind in each GDN layer.
+"""The linear part of artifacts: what a compiling row leaves behind in each linear layer, whatever its family.
 
 SGLang's own kernel computes compiling rows whole, in their slots. Around it, per layer and in this order:
 
@@ -10,17 +10,17 @@ SGLang's own kernel computes compiling rows whole, in their slots. Around it, pe
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from hypic.artifact.layout import LinearShape
+from hypic.engine.families.base import Inputs, LinearLayer, Memory
 from hypic.kernels._common import to_device
-from hypic.kernels.gdn_chain import ChainItem, ChainPlan, gdn_chain
-from hypic.kernels.gdn_end_states import IN_BLOB, NO_STATE, EndStatesPlan, gdn_end_states
-from hypic.kernels.gdn_keys import TransitionPlan, gdn_keys
-from hypic.kernels.gdn_transition import gdn_transition
+from hypic.kernels.chain_plans import ChainItem, ChainPlan
+from hypic.kernels.compile_plans import IN_BLOB, NO_STATE, EndStatesPlan, TransitionPlan
 
 if TYPE_CHECKING:
     from hypic.engine.batch import CompileRow
@@ -67,8 +67,7 @@ class CompileStep:
         self._begun: tuple[Tensor, Tensor] | None = None
         if begun:
             self._begun = slots[on_device(begun, device)], on_device([self._scratch_of[i] for i in begun], device)
-        channels = linear.conv_channels, linear.conv_width
-        self._windows = torch.empty(len(seams), *channels, dtype=getattr(torch, linear.conv_dtype), device=device)
+        self._windows = torch.empty(len(seams), *linear.window, dtype=getattr(torch, linear.conv_dtype), device=device)
         self._states = torch.empty(len(seams), linear.heads, linear.d_v, linear.d_k, device=device)
 
     def _plan_end_states(self, rows: list[CompileRow], slots: Tensor) -> None:
@@ -93,50 +92,30 @@ class CompileStep:
             device=slots.device,
         )
 
-    def before(
-        self,
-        x: Tensor,
-        a: Tensor,
-        b: Tensor,
-        *,
-        params: dict[str, Any],
-        conv: Tensor,
-        state: Tensor,
-        arena: Tensor,
-        states: dict[str, Any],
-        out: Tensor,
-        **precision: Any,
-    ) -> None:
+    def before(self, layer: LinearLayer, inputs: Inputs, at: Memory, out: Tensor) -> None:
         """Before the native kernel moves states and windows on.
 
         Args:
-            params: of the layer, see gdn_parameters. conv, state: its pools.
-            states: t_off, s_off and state_dtype.
-            out: [T, HV, V]; the chain's outputs of seam tokens land there, for the native kernel to overwrite.
+            out: [T, H, V]; the chain's outputs of seam tokens land there, for the native kernel to overwrite.
         """
-        k, g, beta = gdn_keys(x, a, b, plan=self._transition, conv_pool=conv, **params)
-        t_off, state_dtype = states["t_off"], states["state_dtype"]
-        gdn_transition(
-            k, g, beta, arena=arena, t_off=t_off, state_dtype=state_dtype, plan=self._transition, **precision
-        )
+        layer.transition(inputs, at, self._transition)
+        scratch = replace(at, conv=self._windows if at.conv is not None else None, state=self._states)
         if self._begun is not None:
             source, target = self._begun
-            self._windows[target], self._states[target] = conv[source], state[source].float()
-        gdn_chain(
-            x, a, b, **params, conv_pool=self._windows, ssm_pool=self._states, arena=arena, **states, c_off=0,
-            plan=self._seams, out=out, **precision,
-        )  # fmt: skip
+            self._states[target] = at.state[source].float()
+            if at.conv is not None:
+                self._windows[target] = at.conv[source]
+        layer.chain(inputs, scratch, self._seams, out)
 
-    def after(
-        self, *, conv: Tensor, state: Tensor, arena: Tensor, states: dict[str, Any], c_off: int, **precision: Any
-    ) -> None:
-        """After the native kernel left end states and windows in the slots. c_off: of the conv window in a blob."""
-        gdn_end_states(state, self._states, arena=arena, plan=self._end_states, **states, **precision)
-        if self._tail_bases:
-            tails = conv[self._tail_slots]
+    def after(self, layer: LinearLayer, at: Memory) -> None:
+        """After the native kernel left end states and windows in the slots."""
+        layer.end_states(self._states, at, self._end_states)
+        if self._tail_bases and at.conv is not None:
+            tails = at.conv[self._tail_slots]
             nbytes = tails[0].numel() * tails.element_size()
             for base, tail in zip(self._tail_bases, tails, strict=True):
-                arena[base + c_off : base + c_off + nbytes].view(tail.dtype).view(tail.shape).copy_(tail)
+                start = base + at.c_off
+                at.arena[start : start + nbytes].view(tail.dtype).view(tail.shape).copy_(tail)
 
 
 def on_device(rows: list[int], device: torch.device) -> Tensor:

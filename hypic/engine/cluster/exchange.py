@@ -194,13 +194,14 @@ class Exchange:
         gate = None
         try:
             gate = Gate(context, member.curve)
-            work: list[Coroutine[Any, Any, Any]] = [self._stop.wait()]
             if member.ranks > 1:
-                work += self._join_ranks(gate)
+                self._join_ranks(gate)
             if member.rank == 0:
                 self._router.connect(context, gate, address, self._transport.public_key)
-                work += [self._router.listen(), self._router.beat(), self._look_for_idle()]
-            tasks = [self._spawn(w) for w in work]
+            tasks = [self._spawn(self._stop.wait())]
+            if member.rank == 0:
+                work = self._router.listen, self._router.beat, self._look_for_idle, self._listen_to_ranks
+                tasks += [self._spawn(w()) for w in work]
             self._started.set()
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -228,16 +229,15 @@ class Exchange:
 
     # ------------------------------------------------------------------ ranks
 
-    def _join_ranks(self, gate: Gate) -> list[Coroutine[Any, Any, Any]]:
+    def _join_ranks(self, gate: Gate) -> None:
         """Other ranks of this worker tell rank 0 what has become of their parts."""
         address = self.member.data + ".ranks"
         if self.member.rank:
             gate.introduce(self._ranks, address, b"")
             self._ranks.connect(address)
-            return []
-        gate.guard(self._ranks, address)
-        self._ranks.bind(address)
-        return [self._listen_to_ranks()]
+        else:
+            gate.guard(self._ranks, address)
+            self._ranks.bind(address)
 
     async def _listen_to_ranks(self) -> None:
         decoder = msgspec.msgpack.Decoder(FromRank)

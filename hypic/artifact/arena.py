@@ -22,11 +22,12 @@ class Arena:
     Args:
         nbytes: size; rounded down to the granule.
         device: where the buffer lives.
+        buffer: memory to use (uint8, at least `nbytes`); allocated if not given.
     """
 
-    def __init__(self, nbytes: int, device: torch.device | str):
+    def __init__(self, nbytes: int, device: torch.device | str, buffer: torch.Tensor | None = None):
         self.nbytes = nbytes // ALIGN * ALIGN
-        self.buffer = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+        self.buffer = torch.empty(self.nbytes, dtype=torch.uint8, device=device) if buffer is None else buffer
         self._free: list[tuple[int, int]] = [(0, self.nbytes)] if self.nbytes else []
         self._used: dict[int, int] = {}
 

@@ -11,7 +11,7 @@ from hypic.config import ConfigError, HypicConfig, read_setting
 
 _PREFIX = "--hypic-"
 _SETTINGS = ("seam_window", "min_segment", "memory", "separator", "attention", "state_dtype")
-_CLUSTER = ("router", "worker", "data", "curve_secret", "curve_allowed", "router_key")
+_CLUSTER = ("router", "worker", "data", "transport", "curve_secret", "curve_allowed", "router_key")
 _NO_START_CHECK = "no_start_check"
 
 

@@ -49,8 +49,14 @@ def allocate_arena(model_runner: Any, *_: Any, **__: Any) -> None:
     """Before the KV pools are sized: take the arena's memory, so that SGLang's plan counts it as used."""
     if model_runner.is_draft_worker:
         return
-    nbytes = arena_bytes(from_env(), model_runner.device)
-    model_runner.hypic = LinkRuntime(Arena(nbytes, model_runner.device))
+    config, device = from_env(), model_runner.device
+    nbytes = arena_bytes(config, device)
+    buffer = None
+    if config.router and device == "cpu":
+        from hypic.engine.cluster.windows import shared_buffer
+
+        buffer = shared_buffer(nbytes)
+    model_runner.hypic = LinkRuntime(Arena(nbytes, device, buffer))
     logger.info("hypic: artifact arena of %.1f MiB on %s", nbytes / 2**20, model_runner.device)
 
 
@@ -137,7 +143,7 @@ def join_cluster(scheduler: Any, manager: LinkManager) -> None:
     """Make this server a worker of the router that the settings name. Raises InsecureError or zmq.ZMQError."""
     from hypic.engine.cluster.exchange import Exchange
     from hypic.engine.cluster.membership import Membership
-    from hypic.engine.cluster.memory import host_memory
+    from hypic.engine.cluster.movers import mover_for
     from hypic.engine.cluster.sharing import Sharing
     from hypic.router.messages import Shape
     from hypic.router.transport.security import Curve, public_key
@@ -163,7 +169,9 @@ def join_cluster(scheduler: Any, manager: LinkManager) -> None:
         rank=manager.identity.tp_rank,
         ranks=manager.identity.tp_size,
     )
-    exchange = Exchange(member, manager.identity.digest, host_memory(manager.store.arena.buffer))
+    exchange = Exchange(
+        member, manager.identity.digest, mover_for(manager.store.arena.buffer, config.data, config.transport)
+    )
     exchange.start()
     global _exchange
     _exchange = exchange

@@ -337,10 +337,52 @@ class Stop(Message, tag=36, frozen=True):
     transfer: Count
 
 
+class Locate(Message, tag=37, frozen=True):
+    """Where in memory that this host shares is that blob? Wait if you are still making it."""
+
+    LIMIT = 256
+    ROUTE = "worker to worker"
+    transfer: Count
+    key: Key
+    nbytes: Annotated[int, Meta(ge=1, le=2**48)]
+
+
+class Located(Message, tag=38, frozen=True):
+    """There: copy it, then ask whether it was there all the time."""
+
+    LIMIT = 1024
+    ROUTE = "worker to worker"
+    transfer: Count
+    window: Annotated[bytes, Meta(min_length=1, max_length=768)]
+    """How to map the memory (`hypic/engine/cluster/windows.py`)."""
+    offset: Count
+    stamp: Count
+    """Of this offer; another offer of the same blob has another."""
+
+
+class Confirm(Message, tag=39, frozen=True):
+    """I have copied the blob. Was it on offer, under this stamp, until now?"""
+
+    LIMIT = 256
+    ROUTE = "worker to worker"
+    transfer: Count
+    key: Key
+    stamp: Count
+
+
+class Confirmed(Message, tag=40, frozen=True):
+    """Yes; or no: what you have copied is worth nothing."""
+
+    LIMIT = 128
+    ROUTE = "worker to worker"
+    transfer: Count
+    ok: bool
+
+
 ToRouter = Hello | Heartbeat | Stored | Evicted | Compiled | Expecting | Arrived | Bye
 ToWorker = Welcome | Refused | Resync | Compile | Expect | Reroute | Cancel
-ToSource = Get | Stop
-ToSink = Chunk | Gone | Pending
+ToSource = Get | Stop | Locate | Confirm
+ToSink = Chunk | Gone | Pending | Located | Confirmed
 
 KINDS: Mapping[int, type[Message]] = {
     kind.__struct_config__.tag: kind for union in (ToRouter, ToWorker, ToSource, ToSink) for kind in get_args(union)

@@ -34,6 +34,10 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.Chunk(transfer=1, index=7, crc=2**32 - 1),
     m.Gone(transfer=1, reason="evicted"),
     m.Pending(transfer=1),
+    m.Locate(transfer=5, key=KEY, nbytes=9),
+    m.Located(transfer=5, window=b"w", offset=256, stamp=1),
+    m.Confirm(transfer=6, key=KEY, stamp=1),
+    m.Confirmed(transfer=6, ok=True),
     m.Stop(transfer=1),
 )
 

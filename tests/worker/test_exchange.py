@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 import torch
 
@@ -19,6 +20,8 @@ from hypic.engine.cluster.events import ClusterEvent, Fetched, Idle, Returned
 from hypic.engine.cluster.exchange import Exchange, Place
 from hypic.engine.cluster.membership import Load, Membership
 from hypic.engine.cluster.memory import DirectMemory
+from hypic.engine.cluster.movers import SocketMover, WindowMover
+from hypic.engine.cluster.windows import WindowError, Windows, export, shared_buffer
 from hypic.router.control import ControlSocket
 from hypic.router.coordinator import Coordinator
 from hypic.router.costs import Costs
@@ -46,10 +49,11 @@ def until(holds: Callable[[], T | bool | None], what: str, seconds: float = 10.0
 class Rig:
     """An exchange over a small arena."""
 
-    def __init__(self, member: Membership, blob: bytes = b""):
-        self.arena = torch.zeros(1 << 16, dtype=torch.uint8)
+    def __init__(self, member: Membership, blob: bytes = b"", windows: bool = False):
+        self.arena = shared_buffer(1 << 16).zero_()
         self.arena[: len(blob)] = torch.frombuffer(bytearray(blob), dtype=torch.uint8) if blob else 0
-        self.exchange = Exchange(member, b"identity", DirectMemory(self.arena))
+        mover = WindowMover(self.arena) if windows else SocketMover(DirectMemory(self.arena))
+        self.exchange = Exchange(member, b"identity", mover)
         self.exchange.start()
         self._seen: list[ClusterEvent] = []
 
@@ -174,3 +178,89 @@ def test_an_address_that_strangers_could_reach_is_refused_at_start(folder: Path)
         Rig(member(folder, "a", f"ipc://{folder}/control", data="tcp://127.0.0.1:0"))
     with pytest.raises(InsecureError, match="TCP only with CURVE"):
         Rig(member(folder, "a", "tcp://127.0.0.1:5"))
+
+
+# ---------------------------------------------------------------------- windows
+
+
+@pytest.mark.parametrize("to", [True, False])
+@pytest.mark.parametrize("source", [True, False])
+def test_workers_with_and_without_windows_understand_each_other(
+    folder: Path,  # noqa: F811
+    closing: Callable[[Any], Any],
+    source: bool,
+    to: bool,
+) -> None:
+    nowhere = f"ipc://{folder}/nobody"
+    a = closing(Rig(member(folder, "a", nowhere), BLOB, windows=source))
+    b = closing(Rig(member(folder, "b", nowhere), windows=to))
+    b.exchange.fetch(Place(KEY, 512, len(BLOB), HEADER), Peer(f"ipc://{folder}/a"), 5.0)
+    time.sleep(0.05)  # the wish is there first
+    a.exchange.order(KEY)
+    a.exchange.offer(KEY, 0, len(BLOB))
+    assert b.event(Fetched).ok
+    assert bytes(b.arena[512 : 512 + len(BLOB)].numpy()) == BLOB
+    assert not b.arena[:512].any() and not b.arena[512 + len(BLOB) :].any()
+    sent = a.exchange._transport.stats
+    assert sent.sent_bytes == len(BLOB)
+    assert (sent.sent_chunks == 0) == (source and to)
+
+
+def test_what_was_withdrawn_during_the_copy_is_dropped(
+    folder: Path,  # noqa: F811
+    closing: Callable[[Any], Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The source has used the memory for something else meanwhile: it says so, and the copy counts for nothing."""
+    nowhere = f"ipc://{folder}/nobody"
+    a = closing(Rig(member(folder, "a", nowhere), BLOB, windows=True))
+    b = closing(Rig(member(folder, "b", nowhere), windows=True))
+    a.exchange.stored(KEY, len(BLOB))
+    a.exchange.offer(KEY, 0, len(BLOB))
+    copy = WindowMover._copy
+
+    async def slow(self: WindowMover, place: torch.Tensor, window: torch.Tensor) -> None:
+        await copy(self, place, window)
+        a.exchange.withdraw(KEY, "invalidated")
+        a.exchange.gone(KEY)
+        await asyncio.to_thread(a.event, Returned)
+        a.exchange.offer(KEY, 0, len(BLOB))  # even if it is on offer again
+        await asyncio.sleep(0.1)
+
+    monkeypatch.setattr(WindowMover, "_copy", slow)
+    b.exchange.fetch(Place(KEY, 0, len(BLOB), HEADER), Peer(f"ipc://{folder}/a"), 5.0)
+    assert b.event(Fetched) == Fetched(KEY, False, "gone")
+
+
+def test_a_window_is_read_only_and_is_this_users_arena() -> None:
+    buffer = shared_buffer(4096)
+    buffer[:] = torch.arange(4096, dtype=torch.int64).to(torch.uint8)
+    windows, token = Windows(), export(buffer)
+    view = windows.view(token, 100, 10)
+    assert torch.equal(view, buffer[100:110])
+    buffer[100] = 7
+    assert view[0] == 7  # the memory itself
+    with pytest.raises(WindowError, match="leaves a window"):
+        windows.view(token, 4090, 10)
+
+
+@pytest.mark.parametrize("token", ["garbage", "other file", "closed", "size", "no process"])
+def test_what_is_no_window_is_not_mapped(token: str, tmp_path: Path) -> None:
+    mine = msgspec.msgpack.decode(export(shared_buffer(4096)))
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"s" * 4096)
+    with secret.open() as file:
+        forged = {
+            "garbage": b"\xc1",
+            "other file": msgspec.msgpack.encode([mine[0], mine[1], file.fileno(), 4096]),
+            "closed": msgspec.msgpack.encode([mine[0], mine[1], 10**6, 4096]),
+            "size": msgspec.msgpack.encode([*mine[:3], 8192]),
+            "no process": msgspec.msgpack.encode([mine[0], 2**22 + 1, *mine[2:]]),
+        }[token]
+        with pytest.raises(WindowError):
+            Windows().view(forged, 0, 16)
+
+
+def test_host_memory_without_a_file_has_no_window() -> None:
+    with pytest.raises(WindowError, match="not in a file"):
+        export(torch.zeros(64, dtype=torch.uint8))

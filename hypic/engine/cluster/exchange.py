@@ -33,7 +33,7 @@ from hypic.engine.cluster.events import (
     Told,
 )
 from hypic.engine.cluster.membership import Load, Membership, Order, RouterLink
-from hypic.engine.cluster.memory import HostMemory
+from hypic.engine.cluster.movers import Mover
 from hypic.router import messages as m
 from hypic.router.transport import Peer, TransferError
 from hypic.router.transport.security import Gate
@@ -70,11 +70,11 @@ class Place(msgspec.Struct, frozen=True):
 class Exchange:
     """The thread. Its sockets are there, and joining goes on in the background, once :meth:`start` has returned."""
 
-    def __init__(self, member: Membership, identity: bytes, memory: HostMemory):
+    def __init__(self, member: Membership, identity: bytes, mover: Mover):
         self.member = member
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Readable while there are events: for whoever sleeps."""
-        self._memory = memory
+        self._mover = mover
         self._router = RouterLink(member, identity, self._told)
         self._events: deque[ClusterEvent] = deque()
         self._pending: set[bytes] = set()
@@ -302,7 +302,7 @@ class Exchange:
 
     def _offer(self, key: bytes, offset: int, nbytes: int) -> None:
         async def offer() -> None:
-            self._transport.offer(key, await self._memory.readable(offset, nbytes))
+            await self._mover.offer(self._transport, key, offset, nbytes)
 
         self._ordered.discard(key)
         self._offers[key] = self._spawn(offer())
@@ -350,10 +350,10 @@ class Exchange:
     async def _receive(self, place: Place, peer: Peer, timeout: float) -> None:
         key = place.key
         try:
-            view = self._memory.writable(place.offset, place.nbytes)
-            receipt = await self._transport.fetch(peer, key, view, timeout)
-            require_header(bytes(view[: len(place.header)]), decode_header(place.header))
-            await self._memory.arrived(place.offset, view)
+            receipt, head = await self._mover.fetch(
+                self._transport, peer, key, place.offset, place.nbytes, len(place.header), timeout
+            )
+            require_header(head, decode_header(place.header))
         except TransferError as e:
             self._over(key, Fetched(key, False, e.reason))
         except HeaderError as e:

@@ -13,7 +13,7 @@ import msgspec
 
 
 class TransferError(RuntimeError):
-    """A blob did not arrive. ``reason`` is a word for counters: "gone", "timeout", "closed", "size"."""
+    """A blob did not arrive. ``reason`` is a word for counters: "gone", "timeout", "closed", "size", "window"."""
 
     def __init__(self, reason: str, detail: str = ""):
         super().__init__(f"{reason}: {detail}" if detail else reason)

@@ -1,4 +1,7 @@
-"""``python -m hypic.router.transport.measure``: ZeroMQ between two processes, plain ipc and TCP with CURVE: GB/s, round trip."""
+"""``python -m hypic.router.transport.measure``: artifacts between two processes of a host, in host memory: GB/s, round trip.
+
+Three ways: copied out of a window, ZeroMQ over ipc, ZeroMQ over TCP with CURVE.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,17 @@ import asyncio
 import json
 import multiprocessing as mp
 import os
-import platform
 import shutil
 import statistics
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from hypic.bench.provenance import machine
+from hypic.engine.cluster.movers import Mover, mover_for
+from hypic.engine.cluster.windows import shared_buffer
 from hypic.router.transport import Peer
 from hypic.router.transport.security import Curve, make_folder, make_keys
 from hypic.router.transport.zmq_blobs import CHUNK, WINDOW, ZmqTransport
@@ -22,12 +29,20 @@ KEY, SMALL = bytes(24), bytes([1]) * 24
 SMALL_BYTES = 4096
 
 
-def _serve(pipe: Connection, address: str, curve: Curve | None, nbytes: int) -> None:
+def _mover(way: str, nbytes: int) -> tuple[Mover, torch.Tensor]:
+    """The engine's own, over an arena."""
+    arena = shared_buffer(nbytes + SMALL_BYTES)
+    return mover_for(arena, "ipc://", "window" if way == "window" else "socket"), arena
+
+
+def _serve(pipe: Connection, address: str, curve: Curve | None, nbytes: int, way: str) -> None:
     async def run() -> None:
         transport = ZmqTransport(address, curve)
         bound = await transport.start()
-        transport.offer(KEY, memoryview(bytearray(os.urandom(1 << 20) * (nbytes >> 20))))
-        transport.offer(SMALL, memoryview(bytes(SMALL_BYTES)))
+        mover, arena = _mover(way, nbytes)
+        arena.random_()
+        await mover.offer(transport, KEY, 0, nbytes)
+        await mover.offer(transport, SMALL, nbytes, SMALL_BYTES)
         pipe.send((bound, transport.public_key))
         await asyncio.to_thread(pipe.recv)
         await transport.close()
@@ -35,17 +50,21 @@ def _serve(pipe: Connection, address: str, curve: Curve | None, nbytes: int) -> 
     asyncio.run(run())
 
 
-async def _fetch(peer: Peer, folder: Path, curve: Curve | None, args: argparse.Namespace) -> tuple[list[float], float]:
+async def _fetch(
+    peer: Peer, folder: Path, curve: Curve | None, args: argparse.Namespace, way: str
+) -> tuple[list[float], float]:
     address = "tcp://127.0.0.1:0" if curve else f"ipc://{folder}/sink"
     transport = ZmqTransport(address, curve, chunk=args.chunk, window=args.window)
     await transport.start()
-    into = memoryview(bytearray(args.mib << 20))
-    rates = []
+    nbytes = args.mib << 20
+    mover, _ = _mover(way, nbytes)
+    rates, trips = [], []
     for _ in range(args.reps + 1):
-        receipt = await transport.fetch(peer, KEY, into, timeout=120)
+        receipt, _ = await mover.fetch(transport, peer, KEY, 0, nbytes, 0, 120)
         rates.append(receipt.nbytes / (receipt.waited + receipt.seconds) / 1e9)
-    small = memoryview(bytearray(SMALL_BYTES))
-    trips = [(await transport.fetch(peer, SMALL, small, timeout=10)).waited for _ in range(100)]
+    for _ in range(100):
+        receipt, _ = await mover.fetch(transport, peer, SMALL, nbytes, SMALL_BYTES, 0, 10)
+        trips.append(receipt.waited + receipt.seconds)
     await transport.close()
     return rates[1:], statistics.median(trips)
 
@@ -53,11 +72,11 @@ async def _fetch(peer: Peer, folder: Path, curve: Curve | None, args: argparse.N
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Each way: GB/s from the call to the last byte in place, and the time of a request for 4 KiB and its answer."""
     out: dict[str, Any] = {}
-    for way in ("ipc", "tcp+curve"):
+    for way in ("window", "ipc", "tcp+curve"):
         folder = make_folder()
         try:
             curves: list[Curve | None] = [None, None]
-            if way != "ipc":
+            if way == "tcp+curve":
                 keys, allowed = folder / "keys", folder / "allowed"
                 keys.mkdir()
                 allowed.mkdir()
@@ -67,12 +86,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                     shutil.copy(public, allowed)
                     secrets.append(secret)
                 curves = [Curve(s, allowed) for s in secrets]
-            address = f"ipc://{folder}/source" if way == "ipc" else "tcp://127.0.0.1:0"
+            address = f"ipc://{folder}/source" if way != "tcp+curve" else "tcp://127.0.0.1:0"
             ours, theirs = mp.get_context("spawn").Pipe()
-            child = mp.get_context("spawn").Process(target=_serve, args=(theirs, address, curves[0], args.mib << 20))
+            child = mp.get_context("spawn").Process(
+                target=_serve, args=(theirs, address, curves[0], args.mib << 20, way)
+            )
             child.start()
             bound, key = ours.recv()
-            rates, trip = asyncio.run(_fetch(Peer(bound, key), folder, curves[1], args))
+            rates, trip = asyncio.run(_fetch(Peer(bound, key), folder, curves[1], args, way))
             ours.send(None)
             child.join(10)
             rate = {"median": statistics.median(rates), "min": min(rates), "max": max(rates), "n": len(rates)}
@@ -90,8 +111,8 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=WINDOW)
     args = parser.parse_args()
     result = measure(args)
-    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
-    print(json.dumps({"zmq": result, "blob_mib": args.mib, "chunk": args.chunk, "window": args.window, **machine}))
+    settings = {"blob_mib": args.mib, "chunk": args.chunk, "window": args.window, "load": os.getloadavg()[0]}
+    print(json.dumps({"ways": result, **settings, "machine": machine()}))
 
 
 if __name__ == "__main__":

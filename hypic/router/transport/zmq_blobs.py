@@ -94,6 +94,18 @@ class ZmqTransport:
         """See :meth:`BlobServer.idle`."""
         return self.server.idle(since)
 
+    def offer_place(self, key: bytes, window: bytes, offset: int, nbytes: int, blob: memoryview | None = None) -> None:
+        """See :meth:`BlobServer.offer_place`."""
+        self.server.offer_place(key, window, offset, nbytes, blob)
+
+    async def locate(self, peer: Peer, key: bytes, nbytes: int, timeout: float) -> m.Located:
+        """See :meth:`BlobClient.locate`."""
+        return await self.client.locate(peer, key, nbytes, timeout)
+
+    async def confirm(self, peer: Peer, key: bytes, stamp: int, timeout: float) -> bool:
+        """See :meth:`BlobClient.confirm`."""
+        return await self.client.confirm(peer, key, stamp, timeout)
+
     async def withdraw(self, key: bytes, reason: str = "gone") -> None:
         await self.server.withdraw(key, reason)
 

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import time
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import zmq
@@ -46,6 +47,7 @@ class _Source:
     def __init__(self, socket: zmq.asyncio.Socket):
         self.socket = socket
         self.transfers: dict[int, _Transfer] = {}
+        self.calls: dict[int, asyncio.Future[m.Located | m.Confirmed]] = {}
         self.reader: asyncio.Task[None] | None = None
 
 
@@ -93,6 +95,35 @@ class BlobClient:
         self.stats.receive_seconds += seconds
         return Receipt(into.nbytes, transfer.first - transfer.started, seconds, transfer.again)
 
+    async def locate(self, peer: Peer, key: bytes, nbytes: int, timeout: float) -> m.Located:
+        """Where the peer has a blob, once it has it. Raises TransferError."""
+        found = await self._call(peer, lambda n: m.Locate(transfer=n, key=key, nbytes=nbytes), timeout)
+        assert isinstance(found, m.Located)
+        return found
+
+    async def confirm(self, peer: Peer, key: bytes, stamp: int, timeout: float) -> bool:
+        """Whether the blob was on offer until now. Raises TransferError."""
+        answer = await self._call(peer, lambda n: m.Confirm(transfer=n, key=key, stamp=stamp), timeout)
+        assert isinstance(answer, m.Confirmed)
+        return answer.ok
+
+    async def _call(self, peer: Peer, question: Callable[[int], m.Message], timeout: float) -> m.Located | m.Confirmed:
+        """A question and its answer; asked again while there is none."""
+        source, number = self._source(peer), next(self._serial)
+        answer = source.calls[number] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(timeout):
+                while not answer.done():
+                    self._tell(source, question(number))
+                    await asyncio.wait([answer], timeout=self._retry_after)
+                return answer.result()
+        except TimeoutError:
+            raise TransferError("timeout", f"no answer in {timeout} s") from None
+        finally:
+            del source.calls[number]
+            if not answer.done():
+                self._tell(source, m.Stop(transfer=number))
+
     def _source(self, peer: Peer) -> _Source:
         if peer in self._sources:
             return self._sources[peer]
@@ -118,7 +149,9 @@ class BlobClient:
         if (source := self._sources.pop(peer, None)) is None:
             return
         for transfer in source.transfers.values():
-            _fail(transfer, error or TransferError("gone", "the peer is dead"))
+            _fail(transfer.done, error or TransferError("gone", "the peer is dead"))
+        for call in source.calls.values():
+            _fail(call, error or TransferError("gone", "the peer is dead"))
         if source.reader is not None:
             source.reader.cancel()
             await asyncio.gather(source.reader, return_exceptions=True)
@@ -130,16 +163,19 @@ class BlobClient:
             message = self.inbox.read(frames[0].buffer)
             if message is None:
                 continue
+            if (call := source.calls.get(message.transfer)) is not None:
+                _answer(call, message)
+                continue
             transfer = source.transfers.get(message.transfer)
             if len(frames) != (2 if isinstance(message, m.Chunk) else 1):
                 self.inbox.reject("frames")
             elif transfer is None or transfer.done.done():
                 self.stats.duplicates += isinstance(message, m.Chunk)  # late: the transfer has ended
             elif isinstance(message, m.Gone):
-                _fail(transfer, TransferError("size" if message.reason == "size" else "gone", message.reason))
+                _fail(transfer.done, _gone(message))
             elif isinstance(message, m.Pending):
                 transfer.last, transfer.pending = time.perf_counter(), True
-            else:
+            elif isinstance(message, m.Chunk):
                 self._take(transfer, message, frames[1].buffer)
                 self._ask(source, message.transfer, transfer)
 
@@ -206,7 +242,19 @@ class BlobClient:
                 send_now(source.socket, [m.encode(message)])
 
 
-def _fail(transfer: _Transfer, error: TransferError) -> None:
-    if not transfer.done.done():
-        transfer.done.set_exception(error)
-        transfer.done.exception()  # retrieved: its waiter may have been cancelled
+def _fail(done: asyncio.Future[Any], error: TransferError) -> None:
+    if not done.done():
+        done.set_exception(error)
+        done.exception()  # retrieved: its waiter may have been cancelled
+
+
+def _gone(message: m.Gone) -> TransferError:
+    reason = message.reason if message.reason in ("size", "window") else "gone"
+    return TransferError(reason, message.reason)
+
+
+def _answer(call: asyncio.Future[Any], message: m.Message) -> None:
+    if isinstance(message, m.Gone):
+        _fail(call, _gone(message))
+    elif isinstance(message, (m.Located, m.Confirmed)) and not call.done():
+        call.set_result(message)

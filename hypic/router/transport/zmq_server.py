@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import zmq
 import zmq.asyncio
@@ -32,17 +33,29 @@ def send_now(socket: zmq.asyncio.Socket, frames: Sequence[Any], **kwargs: Any) -
     return cast("asyncio.Future[Any]", socket.send_multipart(frames, zmq.NOBLOCK, **kwargs)).result()
 
 
-class _Blob:
-    """What we serve under one key: its memory, or None while it is being made."""
+class _Place(NamedTuple):
+    window: bytes
+    offset: int
+    nbytes: int
+    stamp: int
 
-    __slots__ = ("crc", "memory", "trackers", "used", "waiting")
+
+class _Blob:
+    """What we serve under one key: its memory, its place in a window, or neither while it is being made."""
+
+    __slots__ = ("crc", "memory", "place", "trackers", "used", "waiting")
 
     def __init__(self) -> None:
         self.memory: memoryview | None = None
+        self.place: _Place | None = None
         self.used = time.monotonic()
         self.crc: dict[tuple[int, int], int] = {}
         self.trackers: list[zmq.MessageTracker] = []
-        self.waiting: OrderedDict[tuple[bytes, int], m.Get] = OrderedDict()
+        self.waiting: OrderedDict[tuple[bytes, int], m.Get | m.Locate] = OrderedDict()
+
+    @property
+    def there(self) -> bool:
+        return self.memory is not None or self.place is not None
 
 
 class BlobServer:
@@ -59,6 +72,7 @@ class BlobServer:
         self._blobs: dict[bytes, _Blob] = {}
         self._queues: OrderedDict[bytes, deque[tuple[int, bytes, int, int]]] = OrderedDict()
         """For each peer's routing id: (transfer, key, chunk size, index) to send."""
+        self._stamps = itertools.count(1)
         self._wake = asyncio.Event()
         self._tasks = [asyncio.create_task(self._serve()), asyncio.create_task(self._send())]
 
@@ -71,18 +85,33 @@ class BlobServer:
         self._blobs.setdefault(key, _Blob())
 
     def offer(self, key: bytes, blob: memoryview) -> None:
+        self._entry(key).memory = blob.cast("B")
+        self._serve_waiting(key)
+
+    def offer_place(self, key: bytes, window: bytes, offset: int, nbytes: int, blob: memoryview | None = None) -> None:
+        """Serve a blob by telling where it is, and by its bytes (if given) to those who cannot look there. It must not
+        change until `withdraw`."""
+        entry = self._entry(key)
+        entry.place, entry.memory = _Place(window, offset, nbytes, next(self._stamps)), blob and blob.cast("B")
+        self._serve_waiting(key)
+
+    def _entry(self, key: bytes) -> _Blob:
         entry = self._blobs.setdefault(key, _Blob())
-        if entry.memory is not None:
+        if entry.there:
             raise ValueError(f"{key.hex()[:16]} is offered already")
-        entry.memory = blob.cast("B")
+        entry.used = time.monotonic()
+        return entry
+
+    def _serve_waiting(self, key: bytes) -> None:
+        entry = self._blobs[key]
         waiting, entry.waiting = entry.waiting, OrderedDict()
-        for (peer, _), get in waiting.items():
-            self._queue(peer, get)
+        for (peer, _), wish in waiting.items():
+            self._grant(peer, wish)
 
     def idle(self, since: float) -> list[bytes]:
         """Keys on offer that nobody has asked for, and whose chunks have all left, since then (time.monotonic())."""
         busy = {key for queue in self._queues.values() for _, key, _, _ in queue}
-        return [k for k, e in self._blobs.items() if e.memory is not None and e.used < since and k not in busy]
+        return [k for k, e in self._blobs.items() if e.there and e.used < since and k not in busy]
 
     async def withdraw(self, key: bytes, reason: str = "gone") -> None:
         entry = self._blobs.pop(key, None)
@@ -90,7 +119,7 @@ class BlobServer:
             return
         for peer, transfer in entry.waiting:
             self._reply(peer, m.Gone(transfer=transfer, reason=reason))
-        entry.memory = None
+        entry.memory = entry.place = None
         while any(not t.done for t in entry.trackers):
             await asyncio.sleep(_POLL)
 
@@ -103,27 +132,50 @@ class BlobServer:
             peer, message = frames[0], self.inbox.read(frames[1])
             if isinstance(message, m.Stop):
                 self._stop(peer, message.transfer)
-            elif isinstance(message, m.Get):
-                self._get(peer, message)
+            elif isinstance(message, m.Confirm):
+                self._confirm(peer, message)
+            elif message is not None:
+                self._wish(peer, message)
 
-    def _get(self, peer: bytes, get: m.Get) -> None:
-        entry = self._blobs.get(get.key)
-        if entry is None and self._resolve(get.key):
-            entry = self._blobs[get.key]
+    def _wish(self, peer: bytes, wish: m.Get | m.Locate) -> None:
+        entry = self._blobs.get(wish.key)
+        if entry is None and self._resolve(wish.key):
+            entry = self._blobs[wish.key]
         if entry is None:
-            self._reply(peer, m.Gone(transfer=get.transfer, reason="gone"))
-        elif entry.memory is None:
-            if (peer, get.transfer) not in entry.waiting and len(entry.waiting) >= OPEN_PEERS:
+            self._reply(peer, m.Gone(transfer=wish.transfer, reason="gone"))
+        elif not entry.there:
+            if (peer, wish.transfer) not in entry.waiting and len(entry.waiting) >= OPEN_PEERS:
                 self.stats.turned_away += 1
                 return
-            entry.waiting[peer, get.transfer] = get
-            self._reply(peer, m.Pending(transfer=get.transfer))
+            entry.waiting[peer, wish.transfer] = wish
+            self._reply(peer, m.Pending(transfer=wish.transfer))
         else:
-            self._queue(peer, get)
+            self._grant(peer, wish)
+
+    def _grant(self, peer: bytes, wish: m.Get | m.Locate) -> None:
+        place = self._blobs[wish.key].place
+        if isinstance(wish, m.Get):
+            self._queue(peer, wish)
+        elif place is None or place.nbytes != wish.nbytes:
+            self._reply(peer, m.Gone(transfer=wish.transfer, reason="size" if place else "window"))
+        else:
+            self._blobs[wish.key].used = time.monotonic()
+            located = m.Located(transfer=wish.transfer, window=place.window, offset=place.offset, stamp=place.stamp)
+            self._reply(peer, located)
+
+    def _confirm(self, peer: bytes, confirm: m.Confirm) -> None:
+        entry = self._blobs.get(confirm.key)
+        ok = entry is not None and entry.place is not None and entry.place.stamp == confirm.stamp
+        if ok and entry is not None and entry.place is not None:
+            entry.used = time.monotonic()
+            self.stats.sent_bytes += entry.place.nbytes
+        self._reply(peer, m.Confirmed(transfer=confirm.transfer, ok=ok))
 
     def _queue(self, peer: bytes, get: m.Get) -> None:
         entry = self._blobs[get.key]
-        assert entry.memory is not None
+        if entry.memory is None:
+            self._reply(peer, m.Gone(transfer=get.transfer, reason="window"))
+            return
         entry.used = time.monotonic()
         if entry.memory.nbytes != get.nbytes:
             self._reply(peer, m.Gone(transfer=get.transfer, reason="size"))

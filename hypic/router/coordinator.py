@@ -64,6 +64,7 @@ class Coordinator:
         """Frames of strangers, stale hits, orders repeated, deadlines missed: for metrics."""
         self._connections: dict[bytes, _Connection] = {}
         self._by_name: dict[str, _Connection] = {}
+        self._relaxed = 0.0
         self._alive = Liveness(self.settings.dead_after)
         self._requests: dict[str, _Request] = {}
         self._deadlines: Deadlines[tuple[Any, ...]] = Deadlines()
@@ -168,6 +169,9 @@ class Coordinator:
     def tick(self, now: float) -> list[Action]:
         """What time brings: the silent are dead, deadlines are missed. Call it several times a heartbeat."""
         out: list[Action] = []
+        if now - self._relaxed >= 1.0:
+            self._relaxed = now
+            self.cluster.relax(now)
         for worker in self._alive.dead(now):
             self.counts["dead"] += 1
             out += self._lost(worker, now)
@@ -236,7 +240,7 @@ class Coordinator:
         if not done.ok:
             self.counts["compile_failed"] += 1
             return self._failed(done.key, done.flight, now)
-        self._landed(done.key, done.flight, done.seconds)
+        self._landed(done.key, done.flight, done.seconds, now)
         return []
 
     def _expecting(self, connection: _Connection, answer: m.Expecting, _: float) -> list[Action]:
@@ -261,7 +265,7 @@ class Coordinator:
 
     def _failed(self, key: bytes, number: int, now: float) -> list[Action]:
         """A flight ended without an artifact."""
-        flight = self._landed(key, number, 0.0)
+        flight = self._landed(key, number)
         return self._replace(key, flight, now) if flight is not None else []
 
     def _lost(self, worker: str, now: float) -> list[Action]:
@@ -339,9 +343,9 @@ class Coordinator:
         )
         return Send(self._by_name[flight.worker].peer, compile_)
 
-    def _landed(self, key: bytes, number: int, seconds: float) -> Flight | None:
+    def _landed(self, key: bytes, number: int, seconds: float = 0.0, now: float = 0.0) -> Flight | None:
         self._deadlines.met(("compile", key, number))
-        return self.cluster.landed(key, number, seconds)
+        return self.cluster.landed(key, number, seconds, now)
 
     def _forward(self, request: str, state: _Request) -> list[Action]:
         self._deadlines.met(("expect", request))

@@ -9,7 +9,7 @@ import msgspec
 
 from hypic.router import messages as m
 from hypic.router.costs import Costs
-from hypic.router.schedule import EWMA
+from hypic.router.rate import EWMA, Window, extended
 
 BUILT_IN = Costs(
     source="built in, until measured",
@@ -23,15 +23,6 @@ BUILT_IN = Costs(
 the first long request must be scattered for anything to be measured."""
 
 _FROM_SHAPE = ("artifact_bytes", "artifact_token_bytes", "seam_window", "forward_tokens")
-_LEAST_SECONDS = 50e-6
-
-
-class _Window:
-    """Transfers into one worker that overlap: its pipe is one, so only their sum measures it."""
-
-    def __init__(self, begin: float, rate_before: float, weight: float):
-        self.begin, self.until, self.nbytes = begin, begin, 0
-        self.rate_before, self.weight = rate_before, weight
 
 
 class Measured:
@@ -40,7 +31,7 @@ class Measured:
     def __init__(self, costs: Costs):
         self.costs = costs
         self.transfers = 0
-        self._windows: dict[str, _Window] = {}
+        self._windows: dict[str, Window] = {}
 
     def hello(self, hello: m.Hello) -> None:
         """Sizes of this model's artifacts and passes; 0 is unknown."""
@@ -51,16 +42,10 @@ class Measured:
         """`worker` received an artifact, in `seconds` up to `now`."""
         if nbytes <= 0:
             return
-        begin = now - max(seconds, _LEAST_SECONDS)
-        window = self._windows.get(worker)
-        if window is None or begin > window.until:
-            weight = EWMA if self.transfers else 1.0
-            window = self._windows[worker] = _Window(begin, self.costs.transfer_gb_s, weight)
-        window.begin, window.until = min(window.begin, begin), now
-        window.nbytes += nbytes
+        known = self.costs.transfer_gb_s if self.transfers else 0.0
+        window = self._windows[worker] = extended(self._windows.get(worker), nbytes / 1e9, seconds, now, known)
         self.transfers += 1
-        rate, before = window.nbytes / (window.until - window.begin) / 1e9, window.rate_before
-        self.costs = msgspec.structs.replace(self.costs, transfer_gb_s=before + window.weight * (rate - before))
+        self.costs = msgspec.structs.replace(self.costs, transfer_gb_s=window.rate)
 
     def round_trip(self, seconds: float) -> None:
         """A worker answered a message."""

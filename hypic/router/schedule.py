@@ -13,6 +13,7 @@ import msgspec
 
 from hypic.router.costs import Costs
 from hypic.router.directory import Directory
+from hypic.router.rate import EWMA, Window, extended
 
 Policy = Literal["lpt", "round_robin"]
 Role = Literal["here", "send", "join", "compile"]
@@ -22,8 +23,9 @@ here: it holds it. send: a holder sends it. join: another request's compile is u
 compile: it is compiled for this request.
 """
 
-EWMA = 0.25
-"""Weight of the newest measurement of a worker's speed."""
+STALE = 15.0
+"""Seconds without a measurement after which a worker's speed begins to be taken for that of the others: one that was slow once
+would not be given work again, and so never be seen to be as fast as they are."""
 LEAST_GAIN = 0.05
 """Scattering must promise to save this share of the time, or the request stays on one worker."""
 
@@ -54,11 +56,14 @@ class Worker(msgspec.Struct):
     running: int = 0
     tokens_per_s: float = 0.0
 
-    def measured(self, tokens: int, seconds: float) -> None:
-        """A compile of `tokens` took `seconds`."""
+    window: Window | None = None
+    """The compiles that were measured last."""
+
+    def measured(self, tokens: int, seconds: float, now: float) -> None:
+        """A compile of `tokens` took `seconds` up to `now`. Those of one pass come one by one, and overlap."""
         if tokens > 0 and seconds > 0:
-            now = tokens / seconds
-            self.tokens_per_s += (now - self.tokens_per_s) * (EWMA if self.tokens_per_s else 1.0)
+            self.window = extended(self.window, tokens, seconds, now, self.tokens_per_s)
+            self.tokens_per_s = self.window.rate
 
 
 class Flight(msgspec.Struct):
@@ -135,7 +140,7 @@ class Cluster:
         self.flights[key] = flight = Flight(self._numbers, worker, tokens, requests)
         return flight
 
-    def landed(self, key: bytes, number: int, seconds: float = 0.0) -> Flight | None:
+    def landed(self, key: bytes, number: int, seconds: float = 0.0, now: float = 0.0) -> Flight | None:
         """The flight is over, well or not (then `seconds` is 0). None if it is not the one that is known: an echo."""
         flight = self.flights.get(key)
         if flight is None or flight.number != number:
@@ -143,8 +148,15 @@ class Cluster:
         del self.flights[key]
         if (worker := self.workers.get(flight.worker)) is not None:
             worker.queued_tokens -= flight.tokens
-            worker.measured(flight.tokens, seconds)
+            worker.measured(flight.tokens, seconds, now)
         return flight
+
+    def relax(self, now: float) -> None:
+        """Speeds that were measured long ago drift to the median of all. Call it about once a second."""
+        known = sorted(w.tokens_per_s for w in self.workers.values() if w.tokens_per_s)
+        for worker in self.workers.values():
+            if worker.window is not None and now - worker.window.until > STALE:
+                worker.tokens_per_s += EWMA * (known[len(known) // 2] - worker.tokens_per_s)
 
     def linked(self, combine: str) -> None:
         """A request that `combine` was given has its first token, or is gone."""

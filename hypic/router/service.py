@@ -141,10 +141,10 @@ class Router:
         self._carry_out(self.coordinator.cancel(ticket.request), now)
         self._forget(ticket, "cancelled")
 
-    def disown(self, ticket: Ticket) -> None:
-        """Its worker's HTTP server does not answer."""
+    def disown(self, worker: str) -> None:
+        """Its HTTP server does not answer, or its process has ended: no need to wait until it has been silent for long."""
         now = time.monotonic()
-        self._carry_out(self.coordinator.disown(ticket.worker, now), now)
+        self._carry_out(self.coordinator.disown(worker, now), now)
 
     # ------------------------------------------------------------------ what the control socket calls
 

@@ -80,7 +80,7 @@ def test_a_request_from_beginning_to_end() -> None:
     for order in orders:
         assert compiled(c, order) == []
         assert compiled(c, order) == [], "an echo"
-    assert c.cluster.workers["w1"].tokens_per_s == 2000
+    assert c.cluster.workers["w1"].tokens_per_s == 4000, "two in the same half second"
     for k in awaited:
         assert c.receive(b"w0", m.Arrived(request="r", key=k, ok=True), 1.0) == []
     c.first_token("r")

@@ -128,14 +128,14 @@ def test_a_worker_is_lost(folder: Path) -> None:
             await w0.hear(m.Expect)
             plain = await router.submit("b", [], 10, combine="w0")
             assert plain.worker == "w0" and not plain.lost.is_set()
-            router.disown(plain)
+            router.disown(plain.worker)
             assert plain.lost.is_set()
             with pytest.raises(WorkerLost):
                 await waiting
             for _ in range(2):
                 assert (await router.submit("c", [], 10, combine="w0")).worker == "w1", "w0 is not alive"
             assert router.coordinator.counts["disowned"] == 1
-            router.disown(plain)  # known already
+            router.disown(plain.worker)  # known already
             assert router.coordinator.counts["disowned"] == 1
             await w0.hear(m.Compile)
             await w0.join()  # it lives after all

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from contextlib import asynccontextmanager
@@ -27,6 +28,7 @@ _SERVED = (
 """Paths that work behind the router; those below them do, too."""
 _BY_PATH = ("/load_lora_adapter_from_tensors",)
 """Exceptions from that."""
+_WATCH_EVERY = 0.2
 
 
 class Refuse:
@@ -81,12 +83,23 @@ def extend(app: Any, manager: RouterManager, status_file: Path | None) -> None:
     async def lifespan(app: Any) -> Any:
         async with inner(app) as state:
             await manager.router.start()
+            watching = asyncio.create_task(_watch(manager, status_file))
             try:
                 yield state
             finally:
+                watching.cancel()
                 await manager.close()
 
     app.router.lifespan_context = lifespan
+
+
+async def _watch(manager: RouterManager, status_file: Path | None) -> None:
+    """A worker whose process has ended is lost at once."""
+    while status_file is not None:
+        await asyncio.sleep(_WATCH_EVERY)
+        for name, process in _processes(status_file).items():
+            if not process["pid"] and name in manager.alive():
+                manager.router.disown(name)
 
 
 def snapshot(manager: RouterManager, processes: Mapping[str, Any]) -> dict[str, Any]:

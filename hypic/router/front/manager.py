@@ -151,7 +151,7 @@ class RouterManager(Everywhere, TokenizerManager):
                 except (WorkerLost, aiohttp.ClientError, OSError) as e:
                     if flight.ticket is not None:
                         if not isinstance(e, WorkerLost):
-                            self.router.disown(flight.ticket)
+                            self.router.disown(flight.ticket.worker)
                         self.router.end(flight.ticket, f"{flight.ticket.worker} was lost")
                     logger.warning("request %s: worker lost (%r)", flight.rid, e)
                     if flight.shown:

@@ -35,6 +35,7 @@ class Child:
         self.process, self._out, self._prefix = process, out, f"{process.name:{width}} | "
         self.restarts = 0
         self.pid = 0
+        """0 while it does not run."""
         self.last: deque[str] = deque(maxlen=_LAST_LINES)
         """What it printed last."""
         self._running: asyncio.subprocess.Process | None = None
@@ -55,6 +56,7 @@ class Child:
             return await self._running.wait()
         finally:
             self.kill()  # what it has started, too: then the pipe ends
+            self.pid = 0
             await copying
 
     def terminate(self) -> None:
@@ -141,6 +143,7 @@ class Supervisor:
             began = time.monotonic()
             self._write_status()
             status = await child.run()
+            self._write_status()
             if self._stopping.is_set():
                 return
             if (child is self.front and "router" not in self._up) or (
@@ -166,7 +169,7 @@ class Supervisor:
             self.failed.set_exception(LaunchError(f"{text}\n{last}" if last else text))
 
     def _write_status(self) -> None:
-        """For `/workers` of the front; a reader sees the old file or the new one."""
+        """For the front, which need not wait for a dead worker's heartbeats; a reader sees the old file or the new one."""
         known = {c.process.name: {"pid": c.pid, "restarts": c.restarts} for c in self.workers}
         part = status_file(self._folder).with_suffix(".part")
         part.write_text(json.dumps(known))

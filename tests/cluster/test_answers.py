@@ -1,0 +1,178 @@
+"""What several workers make of a prompt is what one makes of it, and they work side by side."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from hypic.check.session import Prompt
+from tests.cases.driving import Writer
+from tests.cluster.launched import Cluster, Worker
+from tests.server.serving import CHAT, COMPLETIONS, GENERATE, MARK, TextWriter
+
+SEGMENTS, LENGTH = 9, 512
+
+
+def generate(prompt: Prompt, **fields: Any) -> dict[str, Any]:
+    params = {"temperature": 0, "max_new_tokens": prompt.new_tokens}
+    options = {"segments": [list(s) for s in prompt.segments], "report": True}
+    return {"input_ids": prompt.ids, "sampling_params": params, "hypic": options, "return_logprob": True, **fields}
+
+
+def segments(meta: dict[str, Any]) -> list[dict[str, Any]]:
+    return [s for s in meta["hypic"]["spans"] if s["kind"] == "segment"]
+
+
+def same_answer(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert a["output_ids"] == b["output_ids"] and a["text"] == b["text"]
+    pairs = zip(a["meta_info"]["output_token_logprobs"], b["meta_info"]["output_token_logprobs"], strict=True)
+    assert all(abs(x[0] - y[0]) < 1e-4 and x[1] == y[1] for x, y in pairs)
+
+
+def long_prompt(write: Writer, n: int = SEGMENTS, length: int = LENGTH, **fields: Any) -> Prompt:
+    return write.prompt(20, *write.documents(n, length), 20, new_tokens=6, **fields)
+
+
+def test_a_cold_prompt_is_split_and_answered_as_by_one_worker(cluster: Cluster, write: Writer) -> None:
+    """CASES 22, P3 and P4 across workers: the split, the overlap, the same tokens and logprobs."""
+    asked = generate(long_prompt(write))
+    answer = cluster.ask(GENERATE, asked)
+    meta = answer["meta_info"]
+    report = meta["hypic"]
+    timeline, combine = report["router"]["timeline"], report["router"]["worker"]
+    assert timeline["scattered"] and timeline["combine"] == combine
+    found = segments(meta)
+    assert {s["outcome"] for s in found} == {"compiled", "received"} and meta["cached_tokens"] == 0
+    assert all((s["worker"] is None) == (s["outcome"] == "compiled") for s in found)
+    lines = {line["id"]: line for line in timeline["segments"]}
+    for s in found:
+        line = lines[s["id"]]
+        assert line["worker"] == (s["worker"] or combine) and line["role"] == "compile" and not line["rerouted"]
+        assert 0 < line["begun"] < line["done"] < timeline["first_token"]
+        assert (s["worker"] is None) == (line.get("arrived") is None)
+        if s["worker"]:
+            assert line["done"] - 100 < line["sent"] <= line["arrived"] < timeline["first_token"]
+    at_work = {w: [x for x in lines.values() if x["worker"] == w] for w in {x["worker"] for x in lines.values()}}
+    assert len(at_work) > 1 and combine in at_work, "how many is for measured speeds to say"
+    hours = {w: (min(x["begun"] for x in xs), max(x["done"] for x in xs)) for w, xs in at_work.items()}
+    pairs = combinations(hours.values(), 2)
+    assert any(max(a[0], b[0]) < min(a[1], b[1]) for a, b in pairs), "side by side, as far as the cores go round"
+    alone = next(name for name in at_work if name != combine)
+    worker = cluster.worker(alone)
+    assert worker.http.post("/flush_cache").status_code == 200
+    by_one = worker.ask(GENERATE, asked)
+    assert {s["outcome"] for s in segments(by_one["meta_info"])} == {"compiled"}
+    same_answer(answer, by_one)
+
+
+def test_hits_are_sent_to_whoever_combines(cluster: Cluster, write: Writer) -> None:
+    """What one worker holds is not compiled again elsewhere, and the answer is the same."""
+    prompt = long_prompt(write, n=2, length=128)
+    asked = generate(prompt)
+    holder = cluster.worker("w2")
+    first = holder.ask(GENERATE, asked)  # not through the router, which learns of it
+    cluster.wait(lambda: cluster.workers()["w2"]["artifacts"] >= 2, "announced")
+    plain = cluster.ask(GENERATE, asked)
+    assert [s["outcome"] for s in segments(plain["meta_info"])] == ["hit_device"] * 2, "it is combined where it lies"
+    assert plain["meta_info"]["hypic"]["router"]["worker"] == "w2"
+    same_answer(first, plain)
+
+
+def test_every_form_of_request(cluster: Cluster, text: TextWriter) -> None:
+    """Chat, streams, n, batches and separators: through SGLang's own handlers."""
+    parts = [{"type": "text", "text": text.document(), **MARK} for _ in range(3)]
+    messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "What is it?"}]}]
+    chat = {"model": "m", "messages": messages, "temperature": 0, "max_tokens": 8, "hypic": {"report": True}}
+    whole = cluster.ask(CHAT, chat)
+    (report,) = whole["sglext"]["hypic"]
+    assert [s["kind"] for s in report["spans"]].count("segment") == 3 and report["router"]["worker"] in "w0w1w2"
+    chunks = cluster.ask(CHAT, {**chat, "stream": True, "stream_options": {"include_usage": True}})
+    assert (
+        "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks if c["choices"])
+        == (whole["choices"][0]["message"]["content"])
+    )
+    assert len(chunks) > 2 and chunks[-1]["usage"]["completion_tokens"] == 8
+    assert chunks[-1]["sglext"]["hypic"][0]["router"]["timeline"]["first_token"] > 0
+    several = cluster.ask(CHAT, {**chat, "n": 3, "temperature": 1.0})
+    assert len(several["choices"]) == 3 and len(several["sglext"]["hypic"]) == 3
+    asked = several["id"].split("_")[0]  # the choices of one request are told apart by what follows
+    made = [x for x in cluster.snapshot()["requests"] if x["rid"].startswith(asked)]
+    assert len(made) == 4 and len({x["combine"] for x in made}) == 1, "the prompt's run and its choices are together"
+    prompts = [f"{text.document()}<<S>>{text.words(5)}", text.words(6)]
+    completion = {"model": "m", "prompt": prompts, "max_tokens": 3, "hypic": {"separator": "<<S>>", "report": True}}
+    both = cluster.ask(COMPLETIONS, completion)
+    assert [len(r["spans"]) for r in both["sglext"]["hypic"]] == [2, 1]
+    message = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": text.words(5)}]}
+    assert cluster.ask("/v1/messages", message)["usage"]["output_tokens"] == 4
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprob_start_len": 0}, {"logprob_start_len": 0, "top_logprobs_num": 2}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_are_a_workers(cluster: Cluster, write: Writer, stream: bool, fields: dict[str, Any]) -> None:
+    asked = generate(Prompt(write.tokens(40), [], 4, ""), stream=stream, **fields)
+    direct = {**asked, "stream": False}
+    answer, expected = cluster.ask(GENERATE, asked), cluster.worker("w1").ask(GENERATE, direct)
+    if stream:
+        lengths = [len(c["output_ids"]) for c in answer]
+        assert lengths == sorted(set(lengths)), "all so far, as this server is set; a slow client gets fewer chunks"
+        answer = answer[-1]
+    same_answer(answer, expected)
+    for name in ("input_token_logprobs", "input_top_logprobs", "output_top_logprobs"):
+        ours, theirs = answer["meta_info"].get(name), expected["meta_info"].get(name)
+        assert bool(ours) == bool(theirs) and len(ours or ()) == len(theirs or ())
+        assert ("input" in name and fields.get("logprob_start_len") == 0 and "token" in name) <= bool(ours)
+
+
+def test_why_a_segment_was_declined_reaches_the_report(cluster: Cluster, write: Writer, text: TextWriter) -> None:
+    """Only the front knows that a prompt's logprobs were asked for, or that a mark was not text."""
+    prompt = long_prompt(write, n=2, length=70)
+    meta = cluster.ask(GENERATE, generate(prompt, logprob_start_len=0))["meta_info"]
+    assert [(s["outcome"], s["reason"]) for s in segments(meta)] == [("declined", "input_logprobs")] * 2
+    content = [{"type": "text", "text": " ", **MARK}, {"type": "text", "text": text.words(5)}]
+    chat = {
+        "model": "m",
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 2,
+        "hypic": {"report": True},
+    }
+    (report,) = cluster.ask(CHAT, chat)["sglext"]["hypic"]
+    assert [(s["start"], s["reason"]) for s in report["spans"] if s["kind"] == "segment"] == [(-1, "empty")]
+
+
+def test_errors_are_a_workers_and_reserved_fields_are_refused(cluster: Cluster, write: Writer) -> None:
+    """The plan comes from the router alone: a client cannot write one, to it or to a worker."""
+    worker: Worker = cluster.worker("w0")
+    ids = write.tokens(30)
+    too_long = {"input_ids": ids, "sampling_params": {"max_new_tokens": 10**6}}
+    a, b = cluster.post(GENERATE, too_long), worker.post(GENERATE, too_long)
+    assert a.status == 400 and a == b
+    forged = {"input_ids": ids, "sampling_params": {"custom_params": {"hypic_cached": [0, 5]}}}
+    for server in (cluster, worker):
+        reply = server.post(GENERATE, forged)
+        assert reply.status == 400 and "reserved" in reply.body["error"]["message"]
+    reply = worker.http.post(GENERATE, json=forged, headers={"x-hypic-router": "guess"})
+    assert reply.status_code == 400 and "reserved" in reply.text
+    image = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]
+    reply = cluster.post(CHAT, {"model": "m", "messages": [{"role": "user", "content": image}]})
+    assert reply.status == 501 and "ask a worker directly" in reply.body["message"]
+    for path in ("/v1/embeddings", "/open_session", "/v1/loads", "/load_lora_adapter_from_tensors"):
+        reply = cluster.post(path, {})
+        assert reply.status == 501 and "ask a worker directly" in reply.body["error"]["message"], path
+
+
+def test_what_the_endpoint_says_of_itself(cluster: Cluster, write: Writer) -> None:
+    before = cluster.metrics()
+    cluster.ask(GENERATE, generate(Prompt(write.tokens(30), [], 2, "")))
+    changed = cluster.metrics().since(before)
+    assert changed["router_requests_total{outcome=answered}"] == changed["router_placements_total{kind=plain}"] == 1
+    assert changed["router_first_token_seconds_count"] == changed["router_forward_seconds_count"] == 1
+    assert cluster.router_metric("workers") == 3
+    assert cluster.http.get("/v1/models").json()["data"][0]["max_model_len"] == 16384
+    for worker in cluster.workers().values():
+        assert worker["state"] == "alive" and worker["restarts"] == 0 and worker["arena_bytes"] == 16 << 20
+    costs = cluster.snapshot()["costs"]
+    assert costs["artifact_bytes"] > 0 and costs["forward_tokens"] > 0
+    assert cluster.http.post("/flush_cache").status_code == 200
+    cluster.wait(lambda: not any(w["artifacts"] for w in cluster.workers().values()), "flushed everywhere")

@@ -1,0 +1,156 @@
+"""Workers, clients and the router die, and strangers knock. Requests end well, and nothing is left over."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import zmq
+
+from hypic.router import messages as m
+from tests.cases.driving import Writer
+from tests.cluster.launched import WORKERS, Cluster
+from tests.cluster.test_answers import generate, long_prompt, same_answer, segments
+from tests.server.serving import GENERATE, Reply
+
+RESTART = 240.0
+"""Seconds for processes to come up again on a busy machine."""
+
+
+class Call(threading.Thread):
+    """A request under way."""
+
+    def __init__(self, cluster: Cluster, body: dict[str, Any]) -> None:
+        super().__init__()
+        self._ask: Callable[[], Reply] = lambda: cluster.post(GENERATE, body)
+        self.reply: Reply | None = None
+        self.start()
+
+    def run(self) -> None:
+        self.reply = self._ask()
+
+    def answer(self) -> Any:
+        self.join()
+        assert self.reply is not None and self.reply.status == 200, self.reply
+        return self.reply.body
+
+
+def test_strangers_on_the_control_socket(cluster: Cluster, write: Writer) -> None:
+    """Garbage, other versions, names of others: dropped and counted; the cluster goes on."""
+    assert cluster.folder.stat().st_mode & 0o777 == 0o700
+    (folder,) = cluster.folder.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.linger = 0
+    stranger.connect(cluster.control)
+    try:
+        frame = m.encode(m.Bye())
+        for raw in (b"", b"x" * 1000, frame[:3] + b"\x99" + frame[4:], frame + b"more", m.encode(m.Resync())):
+            stranger.send(raw)
+        stranger.send_multipart([frame, frame])
+        thief = m.Hello(
+            worker="w0", epoch=b"thief", identity=b"x", data="ipc:///x", http="http://x", capacity=1, free=1
+        )
+        stranger.send(m.encode(thief))
+        stranger.send(m.encode(m.Evicted(seq=1, keys=(bytes(24),))))
+        reasons = {"garbage": 2, "version": 1, "trailing": 1, "unexpected": 1, "frames": 1}
+        cluster.wait(
+            lambda: all(cluster.router_metric("frames_dropped_total", reason=r) == n for r, n in reasons.items()),
+            "dropped and counted",
+        )
+        assert stranger.poll(5000)
+        assert isinstance(m.decode(stranger.recv(), m.ToWorker), m.Welcome), "an Evicted of nobody: introduce yourself"
+    finally:
+        stranger.close()
+        context.term()
+    outcomes = segments(cluster.ask(GENERATE, generate(long_prompt(write, n=4)))["meta_info"])
+    assert "received" in {s["outcome"] for s in outcomes}, "scattered as ever"
+    assert cluster.all_alive()
+
+
+def test_a_client_leaves(cluster: Cluster, write: Writer) -> None:
+    """In the middle of its stream: its worker stops at once, and does not serve to the end."""
+    before = cluster.metrics()
+    body = generate(long_prompt(write, n=4), stream=True)
+    body["sampling_params"] |= {"max_new_tokens": 8000, "ignore_eos": True}
+    with httpx.stream("POST", cluster.url + GENERATE, json=body, timeout=60) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                break
+        assert any(w["running"] for w in cluster.workers().values())
+    cluster.wait(lambda: not any(w["running"] for w in cluster.workers().values()), "idle", seconds=20)
+    cluster.wait(lambda: cluster.router_metric("running") == 0, "told by its worker that it was aborted", seconds=20)
+    assert cluster.last_request()["outcome"] == "cancelled"
+    assert not any(name.startswith("router_retries") for name in cluster.metrics().since(before))
+
+
+def test_workers_and_the_router_die(cluster: Cluster, write: Writer) -> None:
+    """CASES 23: kill -9 of a worker that compiles for another, of one that combines, before its first token and in the middle
+    of a stream, and of the router. In the end all are back, and the audit of every worker is exact."""
+    warm, cold, other = (generate(long_prompt(write, n=6, length=800)) for _ in range(3))
+    first = cluster.ask(GENERATE, warm)
+    combine = first["meta_info"]["hypic"]["router"]["worker"]
+    others = sorted({"w0", "w1", "w2"} - {combine})
+
+    def ordered() -> list[str]:
+        return [w for w in others if cluster.workers()[w].get("compiling")]
+
+    # A scatter worker, in the middle: it has its orders and does not get on with them.
+    for w in others:
+        cluster.signal(w, signal.SIGSTOP)
+    call = Call(cluster, cold)
+    scatter = cluster.wait(ordered, "ordered from a stopped worker")[0]
+    assert call.is_alive()
+    cluster.signal(scatter, signal.SIGKILL)
+    for w in others:
+        cluster.signal(w, signal.SIGCONT)
+    answer = call.answer()
+    lines = answer["meta_info"]["hypic"]["router"]["timeline"]["segments"]
+    assert any(line["rerouted"] for line in lines) and scatter not in {line["worker"] for line in lines}
+
+    # The combine worker, before its first token: the client sees nothing of it.
+    by_one = Call(cluster, warm).answer()
+    same_answer(first, by_one)
+    combine = by_one["meta_info"]["hypic"]["router"]["worker"]
+    retries = cluster.router_metric("retries_total")
+    cluster.signal(combine, signal.SIGSTOP)
+    call = Call(cluster, warm)  # goes where its artifacts are
+    cluster.wait(
+        lambda: cluster.last_request()["forwarded"] and cluster.last_request()["combine"] == combine, "forwarded"
+    )
+    cluster.signal(combine, signal.SIGKILL)
+    again = call.answer()
+    same_answer(first, again)
+    assert again["meta_info"]["hypic"]["router"]["worker"] != combine
+    assert cluster.router_metric("retries_total") == retries + 1
+
+    # The combine worker, in the middle of a stream: an error that says so, in the stream.
+    cluster.wait(lambda: len(cluster.alive()) >= 2, "back", RESTART)
+    body = {**other, "stream": True}
+    body["sampling_params"] = {"temperature": 0, "max_new_tokens": 8000, "ignore_eos": True}
+    lines: list[str] = []
+    with httpx.stream("POST", cluster.url + GENERATE, json=body, timeout=60) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                lines.append(line.removeprefix("data: "))
+            if len(lines) == 1:
+                cluster.signal(cluster.last_request()["combine"], signal.SIGKILL)
+    reason = json.loads(lines[-2])["meta_info"]["finish_reason"]
+    assert lines[-1] == "[DONE]" and reason["type"] == "abort" and reason["status_code"] == 500
+    assert "was lost after" in reason["message"]
+
+    # The router: its clients see an error, the workers stay, and come back to the new one with all that they hold.
+    cluster.wait(lambda: len(cluster.alive()) == WORKERS, "all back", RESTART)
+    held = {name: w["artifacts"] for name, w in cluster.workers().items()}
+    assert sum(w["restarts"] for w in cluster.workers().values()) == 3
+    cluster.kill_router()
+    cluster.wait(lambda: cluster.all_alive(), "all known to the new router", RESTART)
+    cluster.wait(lambda: {n: w["artifacts"] for n, w in cluster.workers().items()} == held, "announced again")
+    answer = cluster.ask(GENERATE, warm)
+    assert {s["outcome"] for s in segments(answer["meta_info"])} <= {"hit_device", "hit_remote", "hit_radix"}
+    same_answer(first, answer)

@@ -31,6 +31,8 @@ class EngineMetrics:
         self._segments = counter("segments_total", "Segments by outcome", "outcome", "reason")
         self._tokens = counter("tokens_total", "Prompt tokens of linked requests by how they came to be", "kind")
         self._fallbacks = counter("fallbacks_total", "Segments or requests served natively, by reason", "reason")
+        self._shared = counter("shared_artifacts_total", "Artifacts from, for and to other workers", "way", "outcome")
+        self._shared_bytes = counter("shared_bytes_total", "Bytes of artifacts received from other workers")
         self._evicted = counter("evictions_total", "Artifacts evicted from the arena")
         self._evicted.labels(**labels)  # shown as 0 before the first one
         self._compile = Histogram("hypic:compile_seconds", "Compile, from spawn to stored", names, buckets=_SECONDS)
@@ -74,6 +76,12 @@ class EngineMetrics:
         if self._labels is not None:
             self._waited.labels(**self._labels).observe(held)
             self._link.labels(**self._labels).observe(link)
+
+    def shared(self, way: str, outcome: str, nbytes: int = 0) -> None:
+        """An artifact of a cluster: way "in", "out" or "order"; outcome "ok" or why not."""
+        if self._labels is not None:
+            self._shared.labels(**self._labels, way=way, outcome=outcome.replace(" ", "_")).inc()
+            self._shared_bytes.labels(**self._labels).inc(nbytes)
 
     def fallback(self, reason: str) -> None:
         if self._labels is not None:

@@ -236,7 +236,9 @@ def test_what_a_peer_has_is_received_and_linked(router: LoneRouter, server: Serv
     assert answer["output_ids"] == alone["output_ids"]
     assert outcomes(answer) == [("received" if cold else "hit_remote", "peer")]
     assert answer["meta_info"]["cached_tokens"] == (0 if cold else N - requests.SEAM)
-    assert "tokens_total{kind=compiled}" not in server.metrics().since(before)
+    since = server.metrics().since(before)
+    assert "tokens_total{kind=compiled}" not in since
+    assert since["shared_artifacts_total{outcome=ok,way=in}"] == 1 and since["shared_bytes_total"] == len(blob)
     assert outcomes(ask(server, requests.generate_body(write, [[document]]))) == [("hit_device", None)]
     router.withdraw(key)
 
@@ -270,12 +272,14 @@ def test_what_does_not_come_is_compiled_here(router: LoneRouter, server: Server,
     if fault == "silent":
         router.expect(key)
     address = None if fault != "no such peer" else router.peer + "x"
+    before = server.metrics()
     assert expect(router, "r1", router.wanted(document.ids, address), deadline=1.0).awaited == (key,)
     answer = ask(server, body, "r1")
     assert answer["output_ids"] == alone["output_ids"]
     assert outcomes(answer) == [("compiled", None)]
     arrived = router.hear(m.Arrived)
     assert not arrived.ok and arrived.key == key
+    assert server.metrics().since(before)[f"shared_artifacts_total{{outcome={arrived.reason},way=in}}"] == 1
     assert (arrived.reason == "timeout") == (fault in ("silent", "no such peer"))
     if fault in ("header", "size", "silent"):
         router.withdraw(key)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -51,8 +50,6 @@ class Sharing:
 
     def __init__(self, manager: LinkManager, exchange: Exchange):
         self.manager, self.exchange = manager, exchange
-        self.counts: Counter[str] = Counter()
-        """Artifacts received, lent, refused, not received, by reason: for metrics and logs."""
         self._orders: dict[bytes, dict[int, str]] = {}
         """Compiles that the router wants: flight number -> request."""
         self._imports: dict[bytes, _Import] = {}
@@ -154,7 +151,7 @@ class Sharing:
     def _failed(self, key: bytes, reason: str) -> None:
         flights = self._orders.pop(key, None)
         if flights is not None:
-            self.counts["compile_failed"] += 1
+            self.manager.metrics.shared("order", reason)
             self.exchange.refuse(key, reason)
             self._answer(key, flights, False, reason)
 
@@ -199,7 +196,8 @@ class Sharing:
         for artifact in here:
             store.unlock(artifact)
         if made is None:
-            self.counts["expect_refused"] += 1
+            for _ in wanted:
+                manager.metrics.shared("in", "arena_full")
             refused += wanted
         for artifact in made or ():
             w, _ = wanted[artifact.key]
@@ -230,7 +228,7 @@ class Sharing:
         ok, reason = event.ok, event.reason
         if artifact.stale:
             ok, reason = False, "invalidated"
-        self.counts["received" if ok else f"not_received:{reason}"] += 1
+        self.manager.metrics.shared("in", "ok" if ok else reason, artifact.nbytes if ok else 0)
         for request in sorted(coming.requests):
             self.exchange.say(
                 m.Arrived(request=request, key=event.key, ok=ok, seconds=event.seconds, reason=reason[:512])
@@ -261,7 +259,7 @@ class Sharing:
             if key not in self._orders:
                 self.exchange.refuse(key, "gone")
             return
-        self.counts["lent"] += 1
+        self.manager.metrics.shared("out", "ok")
         self._lent[key] = artifact
         self.manager.store.lock(artifact)
         self.exchange.offer(key, artifact.offset, artifact.nbytes)

@@ -108,6 +108,93 @@ def _qwen35(moe: bool, **linear: Any) -> Any:
     return getattr(hf, f"{family}ForConditionalGeneration")(config)
 
 
+def _mamba(groups: int = 2) -> dict[str, Any]:
+    return dict(
+        mamba_n_groups=groups,
+        mamba_d_conv=4,
+        mamba_expand=1,
+        mamba_chunk_size=64,
+        mamba_conv_bias=True,
+        mamba_proj_bias=False,
+    )
+
+
+def _nemotronh() -> Any:
+    """Mamba2, MoE, attention without positions, MLP: the four kinds of layers of Nemotron-H and Nemotron-3."""
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
+    config = NemotronHConfig(
+        **{k: v for k, v in _COMMON.items() if k not in ("num_hidden_layers", "rms_norm_eps")},
+        **_mamba(),
+        layers_block_type=["mamba", "moe", "attention", "mlp", "mamba", "attention"],
+        head_dim=32,
+        ssm_state_size=24,
+        mamba_num_heads=4,
+        mamba_head_dim=32,
+        layer_norm_epsilon=1e-6,
+        mamba_dt_min=1e-9,  # transformers' path without kernels clamps the step from below; no other does
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        routed_scaling_factor=2.5,
+        moe_intermediate_size=64,
+        moe_shared_expert_intermediate_size=64,
+        use_mamba_kernels=False,
+        rescale_prenorm_residual=False,
+    )
+    return NemotronHForCausalLM(config)
+
+
+def _granite4h(position_embedding_type: str = "nope") -> Any:
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    config = GraniteMoeHybridConfig(
+        **_COMMON,
+        **_mamba(groups=1),
+        mamba_d_state=32,
+        mamba_d_head=32,
+        mamba_n_heads=4,
+        layer_types=["mamba", "mamba", "attention", "mamba"],
+        position_embedding_type=position_embedding_type,
+        shared_intermediate_size=256,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        embedding_multiplier=1.0,
+        residual_multiplier=0.8,
+        attention_multiplier=32**-0.5,
+        logits_scaling=1.0,
+        rope_parameters=_rope(),
+    )
+    return GraniteMoeHybridForCausalLM(config)
+
+
+def _falconh1() -> Any:
+    """Attention and Mamba2 side by side in every layer."""
+    from transformers import FalconH1Config, FalconH1ForCausalLM
+
+    config = FalconH1Config(
+        **_COMMON,
+        **_mamba(),
+        head_dim=32,
+        mamba_d_ssm=128,
+        mamba_d_state=32,
+        mamba_d_head=32,
+        mamba_n_heads=4,
+        mamba_norm_before_gate=False,
+        mamba_rms_norm=True,
+        rope_parameters=_rope(),
+        attention_in_multiplier=0.9,
+        attention_out_multiplier=0.8,
+        embedding_multiplier=1.2,
+        key_multiplier=0.7,
+        lm_head_multiplier=1.1,
+        mlp_multipliers=[0.9, 0.8],
+        ssm_in_multiplier=1.1,
+        ssm_out_multiplier=0.9,
+        ssm_multipliers=[0.9, 1.1, 1.2, 0.8, 0.7],
+    )
+    return FalconH1ForCausalLM(config)
+
+
 def _rope(**extra: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 10000.0, **extra}
 
@@ -119,6 +206,9 @@ _RECIPES: dict[str, Callable[[], Any]] = {
     "qwen35_dk": lambda: _qwen35(moe=False, interval=2, d_k=32, d_v=16),
     "llama": _llama,
     "qwen3": _qwen3,
+    "nemotronh": _nemotronh,
+    "granite4h": _granite4h,
+    "falconh1": _falconh1,
 }
 NAMES = tuple(_RECIPES)
 """Models that :func:`build` knows."""
@@ -170,9 +260,21 @@ def _write(name: str, directory: Path) -> None:
         model = _RECIPES[name]().float()
         _randomise(model)
     model.save_pretrained(directory)
+    if name == "nemotronh":
+        _name_as_published(directory)
     write_tokenizer(directory)
     if name.startswith("qwen35"):
         _write_image_processors(directory)
+
+
+def _name_as_published(directory: Path) -> None:
+    """Nemotron-H with the names that SGLang reads, where transformers saves others (and reads both)."""
+    from safetensors.torch import load_file, save_file
+
+    config, weights = directory / "config.json", directory / "model.safetensors"
+    config.write_text(json.dumps(json.loads(config.read_text()) | _mamba(), indent=1))
+    renamed = {name.replace("backbone.embedding.", "backbone.embeddings."): t for name, t in load_file(weights).items()}
+    save_file(renamed, weights, metadata={"format": "pt"})
 
 
 def _randomise(model: torch.nn.Module) -> None:

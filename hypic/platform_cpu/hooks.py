@@ -7,12 +7,13 @@ from typing import Any
 
 from hypic.engine.hook import Hook, HookTable
 
-from . import attention, defaults, fork_server, torch_ops
+from . import attention, defaults, fork_server, mamba_ops, torch_ops
 
 _NO_TRITON = "Triton kernel: no GPU to run it"
 _FLA = "sglang.kernels.ops.attention.fla"
 _MAMBA = "sglang.kernels.ops.mamba"
 _ELEMENTWISE = "sglang.kernels.ops.elementwise.elementwise"
+_MIXER = "sglang.srt.layers.attention.mamba.mamba"
 _PROJ = "sglang.kernels.ops.attention.triton_gdn_fused_proj"
 _GRAMMAR = "sglang.srt.constrained.xgrammar_backend"
 
@@ -51,6 +52,22 @@ def _unpinned(original: Any, *args: Any, **kwargs: Any) -> Any:
             return func(*args, **{k: v for k, v in (kwargs or {}).items() if k != "pin_memory"})
 
     with Unpinned():
+        return original(*args, **kwargs)
+
+
+def _mm_in_out_dtype(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call ``original``; where it asks for a product in a wider type, the factors are widened first."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class Widened(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = dict(kwargs or {})
+            if func is torch.mm and (dtype := kwargs.pop("out_dtype", None)) is not None:
+                args = [factor.to(dtype) for factor in args]
+            return func(*args, **kwargs)
+
+    with Widened():
         return original(*args, **kwargs)
 
 
@@ -162,6 +179,26 @@ _HOOKS: tuple[Hook, ...] = (
         ("conv_states", "ssm_states", "cache_indices", "mamba_track_mask", "mamba_track_indices"),
     ),
     Hook(
+        f"{_MIXER}.mamba_chunk_scan_combined",
+        "replace",
+        mamba_ops.mamba_chunk_scan_combined,
+        _NO_TRITON,
+        ("x", "dt", "A", "B", "C", "chunk_size", "D", "z", "dt_bias", "initial_states", "seq_idx"),
+    ),
+    Hook(
+        f"{_MIXER}.selective_state_update",
+        "replace",
+        mamba_ops.selective_state_update,
+        _NO_TRITON,
+    ),
+    Hook(
+        f"{_MIXER}.MambaMixer2.__init__",
+        "before",
+        mamba_ops.bind_convolutions,
+        "its module imports the convolutions for named kinds of devices only, and calls them by name",
+        ("self", "cache_params", "hidden_size"),
+    ),
+    Hook(
         "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend",
         "around",
         attention.run_sdpa_forward_extend,
@@ -218,6 +255,20 @@ _HOOKS: tuple[Hook, ...] = (
         _track_indices,
         "allocates pinned memory outright",
         ("batch", "track_positions"),
+    ),
+    Hook(
+        "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod.forward_native",
+        "around",
+        mamba_ops.experts,
+        "knows SiLU alone on a CPU",
+        ("self", "layer", "dispatch_output"),
+    ),
+    Hook(
+        "sglang.srt.models.nemotron_h.NemotronHMoE._forward_core_normal",
+        "around",
+        _mm_in_out_dtype,
+        "torch.mm has no out_dtype on a CPU",
+        ("self", "hidden_states"),
     ),
     # adapters
     Hook(

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from hypic.check.hf_mamba import one_chunk_scans
+
 PROMPT_LENGTHS = (1, 5, 70, 301)
 NEW_TOKENS = 12
 GREEDY = {"max_new_tokens": NEW_TOKENS, "temperature": 0.0, "ignore_eos": True}
@@ -29,7 +31,7 @@ def hf_greedy(path: Path, prompts: list[list[int]]) -> list[list[int]]:
 
     vision = hasattr(AutoConfig.from_pretrained(path), "vision_config")
     loader = AutoModelForImageTextToText if vision else AutoModelForCausalLM
-    model = loader.from_pretrained(path, dtype=torch.float32).eval()
+    model = one_chunk_scans(loader.from_pretrained(path, dtype=torch.float32)).eval()
     model.generation_config.eos_token_id = None
     out = []
     for ids in prompts:
@@ -50,6 +52,7 @@ def hf_greedy(path: Path, prompts: list[list[int]]) -> list[list[int]]:
         ("llama", {}),
         ("llama", PAGED),
         ("qwen3", NO_OVERLAP),
+        ("nemotronh", {}),
     ],
     ids=lambda value: "-".join(value) or "default" if isinstance(value, dict) else value,
 )

@@ -1,9 +1,9 @@
 """What a linked request means: independent straight-line code on Hugging Face weights (docs/SEMANTICS.md, check P4).
 
 The oracle walks the prompt in natural order. Plain spans and seams are computed under everything that stands before
-them; for an interior it replays the record that an isolated run of the segment left (K before RoPE and V; k, v, g, beta
-and conv inputs of each token). It shares no idea with the engine beyond that: no transition operator, no zero-start
-end-state, no relocation, no chunked kernels. Everything is float32 on the CPU.
+them; for an interior it replays the record that an isolated run of the segment left (K before RoPE and V; what the
+recurrence takes of each token, and its conv inputs). It shares no idea with the engine beyond that: no transition
+operator, no zero-start end-state, no relocation, no chunked kernels. Everything is float32 on the CPU.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import torch
 import transformers
 from torch import Tensor
 
-from hypic.check.oracle_mixers import RopeTable, interior, mixer_of
+from hypic.check.hf_mamba import one_chunk_scans
+from hypic.check.oracle_blocks import block_of
+from hypic.check.oracle_mixers import RopeTable, interior
 
-ARCHITECTURES = (
+DELTA_AND_ATTENTION = (
     "LlamaForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3NextForCausalLM",
@@ -28,6 +30,7 @@ ARCHITECTURES = (
     "Qwen3_5MoeForCausalLM",
     "Qwen3_5MoeForConditionalGeneration",
 )
+ARCHITECTURES = (*DELTA_AND_ATTENTION, "FalconH1ForCausalLM", "NemotronHForCausalLM")
 """Names as in config.json, and of the transformers classes that load them."""
 
 
@@ -63,12 +66,14 @@ class Oracle:
         self.model = _load(Path(model_dir))
         self._vocab_limit = vocab_limit
         self._text: Any = getattr(self.model.model, "language_model", self.model.model)
-        rope = self._text.rotary_emb
-        if rope.rope_type in ("dynamic", "longrope"):
+        rope = getattr(self._text, "rotary_emb", None)
+        if rope is not None and rope.rope_type in ("dynamic", "longrope"):
             raise OracleError(f"rope_type {rope.rope_type!r}: K at a position also depends on the length of the prompt")
-        table = RopeTable(rope)
+        table = RopeTable(rope) if rope is not None else None
+        self._embed = self._text.get_input_embeddings()
+        self._norm = next(m for n in ("norm", "norm_f", "final_layernorm") if (m := getattr(self._text, n, None)))
         try:
-            self._layers = [(layer, mixer_of(layer, table)) for layer in self._text.layers]
+            self._blocks = [block_of(layer, table) for layer in self._text.layers]
         except NotImplementedError as e:
             raise OracleError(f"{model_dir}: {e}") from None
         self._compiled: dict[tuple[int, ...], list[Any]] = {}
@@ -96,12 +101,12 @@ class Oracle:
             OracleError: an empty prompt, spans out of order or out of range, a bad ``w``, ``n_new`` or ``forced``.
         """
         linked = _linked_spans(len(ids), cached, w)
-        states = [mixer.start() for _, mixer in self._layers]
+        states = [block.start() for block in self._blocks]
         done = 0
         for start, end in linked:
             _, states, _ = self._run(ids[done : start + w], states)
             records = self._compile(tuple(ids[start:end]))
-            states = [m.replay(s, interior(r, w)) for (_, m), s, r in zip(self._layers, states, records, strict=True)]
+            states = [b.replay(s, interior(r, w)) for b, s, r in zip(self._blocks, states, records, strict=True)]
             done = end
         hidden, states, _ = self._run(ids[done:], states)
 
@@ -120,15 +125,14 @@ class Oracle:
 
         def step(*tokens: int) -> Tensor:
             out = self._text(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True)
-            logits: Tensor = self.model.lm_head(out.last_hidden_state[0, -1])
-            return logits
+            return self._head(out.last_hidden_state[0, -1])
 
         return self._answer(step(*ids), step, n_new, forced)
 
     def _compile(self, tokens: tuple[int, ...]) -> list[Any]:
         """Records of ``tokens`` run in isolation, one per layer, covering all of them; kept for the oracle's life."""
         if tokens not in self._compiled:
-            _, _, self._compiled[tokens] = self._run(tokens, [mixer.start() for _, mixer in self._layers])
+            _, _, self._compiled[tokens] = self._run(tokens, [block.start() for block in self._blocks])
         return self._compiled[tokens]
 
     def _run(self, tokens: Sequence[int], states: list[Any]) -> tuple[Tensor, list[Any], list[Any]]:
@@ -136,18 +140,19 @@ class Oracle:
         if not tokens:
             return torch.empty(0), states, []
         after, records = [], []
-        x = self._text.embed_tokens(torch.tensor(tokens))
-        for (layer, mixer), state in zip(self._layers, states, strict=True):
-            y, state, record = mixer.run(layer.input_layernorm(x), state)
-            x = x + y
-            x = x + layer.mlp(layer.post_attention_layernorm(x)[None])[0]
+        x = self._embed(torch.tensor(tokens)) * getattr(self._text, "embedding_multiplier", 1.0)
+        for block, state in zip(self._blocks, states, strict=True):
+            x, state, record = block.run(x, state)
             after.append(state)
             records.append(record)
         return x, after, records
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Logits [vocab] after the last of the hidden states [n, d]."""
-        logits: Tensor = self.model.lm_head(self._text.norm(hidden[-1]))
+        return self._head(self._norm(hidden[-1]))
+
+    def _head(self, normed: Tensor) -> Tensor:
+        logits: Tensor = self.model.lm_head(normed) * getattr(self._text, "lm_head_multiplier", 1.0)
         return logits
 
     def _answer(
@@ -178,7 +183,7 @@ def _load(model_dir: Path) -> Any:
     if name is None:
         raise OracleError(f"{model_dir}: architectures {names} unknown to the oracle, which has {list(ARCHITECTURES)}")
     cls = getattr(transformers, name)
-    return cls.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True).eval()
+    return one_chunk_scans(cls.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)).eval()
 
 
 def _linked_spans(n: int, cached: Sequence[tuple[int, int]], w: int) -> tuple[tuple[int, int], ...]:

@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Record = TypeVar("Record", bound=tuple[Tensor, ...])
+Record = TypeVar("Record", bound=tuple[Any, ...])
 State = TypeVar("State")
 
 
 def interior(record: Record, w: int) -> Record:
-    """The rows of the tokens from ``w`` on: what an artifact with seam window ``w`` covers."""
-    return type(record)(*(rows[w:] for rows in record))
+    """The rows of the tokens from ``w`` on: what an artifact with seam window ``w`` covers. Records may hold records."""
+    return type(record)(*(interior(rows, w) if isinstance(rows, tuple) else rows[w:] for rows in record))
 
 
 class Mixer(Protocol, Generic[State, Record]):
@@ -64,6 +64,13 @@ class RopeTable:
         return torch.cat([turned * cos + torch.cat([-second, first], dim=-1) * sin, rest], dim=-1)
 
 
+class NoRope:
+    """In the place of a RopeTable where attention knows no positions."""
+
+    def rotate(self, x: Tensor, start: int) -> Tensor:
+        return x
+
+
 class KV(NamedTuple):
     """K before RoPE (after k_norm) and V, both [tokens, G, D] float32. A state: row i is position i of the prompt."""
 
@@ -72,9 +79,10 @@ class KV(NamedTuple):
 
 
 class Attention:
-    """Causal full attention with grouped K/V heads; optional q/k norm (Qwen3) and output gate (Qwen3-Next, Qwen3.5)."""
+    """Causal full attention with grouped K/V heads; optional q/k norm (Qwen3), output gate (Qwen3-Next, Qwen3.5) and factor
+    on K (Falcon-H1)."""
 
-    def __init__(self, module: Any, rope: RopeTable) -> None:
+    def __init__(self, module: Any, rope: RopeTable | NoRope) -> None:
         self._m, self._rope = module, rope
         self._d: int = module.head_dim
         self._per_kv: int = module.num_key_value_groups
@@ -82,6 +90,7 @@ class Attention:
         self._gated: bool = module.q_proj.out_features == 2 * self._heads * self._d
         self._q_norm = getattr(module, "q_norm", None) or nn.Identity()
         self._k_norm = getattr(module, "k_norm", None) or nn.Identity()
+        self._k_factor: float = getattr(module, "key_multiplier", 1.0)
 
     def start(self) -> KV:
         empty = torch.empty(0, self._heads // self._per_kv, self._d)
@@ -90,7 +99,7 @@ class Attention:
     def run(self, y: Tensor, state: KV) -> tuple[Tensor, KV, KV]:
         m, n, d = self._m, len(y), self._d
         q, gate = m.q_proj(y).view(n, self._heads, -1).split([d, d * self._gated], dim=-1)
-        record = KV(self._k_norm(m.k_proj(y).view(n, -1, d)), m.v_proj(y).view(n, -1, d))
+        record = KV(self._k_norm(m.k_proj(y).view(n, -1, d) * self._k_factor), m.v_proj(y).view(n, -1, d))
         state = self.replay(state, record)
         start = len(state.k) - n
         q = self._rope.rotate(self._q_norm(q), start).view(n, -1, self._per_kv, d)

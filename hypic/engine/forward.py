@@ -1,6 +1,6 @@
 """The forward pass of a batch with linked or compiling rows: positions, interiors in, artifacts out.
 
-Everything here runs on SGLang's forward stream, once per batch. What differs per layer is in `attention` and `gdn`.
+Everything here runs on SGLang's forward stream, once per batch. What differs per layer is in `attention` and `linear`.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ class LinkRuntime:
         self.arena = arena
         self.layout: ArtifactLayout
         self.rotary: Rotary | None = None
+        """None: K does not depend on positions."""
         self.seam_attention = False
         """Full attention of linked rows through our kernel instead of an expanded view."""
         self.off: str | None = None
@@ -121,18 +122,8 @@ class LinkRuntime:
             interiors = InteriorPlan.build(
                 blob_kv=blobs, count=counts, local=locals_, shift=shifts, slots=torch.cat(slots), device=device
             )
-            rotary = self.rotary
-            assert rotary is not None
-            relocate_interiors(
-                self.arena.buffer,
-                interiors,
-                self.k_pools,
-                self.v_pools,
-                cos_sin=rotary.tables(),
-                rotary_dim=rotary.dim,
-                is_neox=rotary.is_neox,
-                scale=rotary.scale,
-            )
+            how = self.rotary.arguments() if self.rotary is not None else {"cos_sin": None}
+            relocate_interiors(self.arena.buffer, interiors, self.k_pools, self.v_pools, **how)
 
     def capture(self, plan: ForwardPlan) -> None:
         """Copy K and V of finished compiles out of the pool and write their headers; the linear parts are there already."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -34,20 +35,32 @@ class Rotary:
         tables = [m.cos_sin_cache for m in self._modules]
         return tables[0] if all(t is tables[0] for t in tables) else tables
 
+    def arguments(self) -> dict[str, Any]:
+        """What ``relocate_interiors`` has to know."""
+        return {"cos_sin": self.tables(), "rotary_dim": self.dim, "is_neox": self.is_neox, "scale": self.scale}
 
-def find_rotary(model: Any, layer_ids: tuple[int, ...], max_position: int) -> Rotary:
+
+def find_rotary(model: Any, layer_ids: tuple[int, ...], max_position: int) -> Rotary | None:
     """The rotary embedding of each full-attention layer, taken from the module that owns the layer's attention.
 
+    Returns:
+        None where no layer has one and its K is proven not to depend on positions.
     Raises:
-        CannotRelocate: a layer without one, layers that disagree, a kind that is no pure rotation by position, or a
-            table shorter than `max_position`.
+        CannotRelocate: some layers without one, layers that disagree, a kind that is no pure rotation by position, a
+            table shorter than `max_position`, or positions that reach K in another way.
     """
-    modules: dict[int, Any] = {}
+    owners: dict[int, Any] = {}
     for module in model.modules():
-        attn, rotary = getattr(module, "attn", None), getattr(module, "rotary_emb", None)
+        attn = getattr(module, "attn", None)
         layer_id = getattr(attn, "layer_id", None)
-        if rotary is not None and type(attn).__name__ == "RadixAttention" and layer_id in layer_ids:
-            modules[layer_id] = rotary
+        if type(attn).__name__ == "RadixAttention" and layer_id in layer_ids:
+            owners[layer_id] = module
+    if missing := sorted(set(layer_ids) - set(owners)):
+        raise CannotRelocate(f"no module found that owns the attention of layers {missing}")
+    modules = {i: m.rotary_emb for i, m in owners.items() if getattr(m, "rotary_emb", None) is not None}
+    if not modules:
+        check_no_positions(model, owners)
+        return None
     if missing := sorted(set(layer_ids) - set(modules)):
         raise CannotRelocate(f"no rotary embedding found on full-attention layers {missing}")
     modules = {i: modules[i] for i in layer_ids}
@@ -65,6 +78,63 @@ def find_rotary(model: Any, layer_ids: tuple[int, ...], max_position: int) -> Ro
     rotary = Rotary(modules)
     check_relocation(first, rotary)
     return rotary
+
+
+@torch.no_grad()
+def check_no_positions(model: Any, owners: dict[int, Any]) -> None:
+    """Prove that K and V of layers without a rotary embedding are a function of the hidden states alone.
+
+    No module of the model holds angles or embeds positions; and each attention module gives the same K and V, bit by bit,
+    for the same hidden states at other positions.
+
+    Raises:
+        CannotRelocate: they do not, or the module cannot be asked.
+    """
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if hasattr(module, "cos_sin_cache") or "Rotary" in kind or "position" in name.lower() or name.endswith("wpe"):
+            raise CannotRelocate(f"{name} ({kind}) knows positions, but no full-attention layer has a rotary embedding")
+    for layer_id, owner in owners.items():
+        first, moved = (_key_value(owner, start) for start in (0, 1000))
+        if not all(torch.equal(a, b) for a, b in zip(first, moved, strict=True)):
+            raise CannotRelocate(
+                f"full-attention layer {layer_id}: K or V depends on positions without a rotary embedding"
+            )
+
+
+class _Asked(Exception):
+    """Carries K and V out of an attention module, in place of attention."""
+
+
+def _key_value(owner: Any, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V that an attention module makes of a few fixed hidden states at positions start, start + 1, ..."""
+
+    class Ask(torch.nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            raise _Asked(k, v)
+
+    parameters = inspect.signature(owner.forward).parameters
+    weight = next(owner.parameters())
+    if (width := getattr(owner, "hidden_size", None)) is None:
+        raise CannotRelocate(
+            f"{type(owner).__name__} without a rotary embedding says no hidden_size: cannot prove its K"
+        )
+    hidden = torch.randn(8, width, generator=torch.Generator().manual_seed(0))
+    known = {
+        "hidden_states": hidden.to(weight.device, weight.dtype),
+        "positions": torch.arange(start, start + 8, device=weight.device),
+        "forward_batch": None,
+    }
+    if unknown := [n for n, p in parameters.items() if n not in known and p.default is p.empty]:
+        raise CannotRelocate(f"{type(owner).__name__} without a rotary embedding takes {unknown}: cannot prove its K")
+    attn, owner.attn = owner.attn, Ask()
+    try:
+        owner(**{name: value for name, value in known.items() if name in parameters})
+    except _Asked as found:
+        return found.args
+    finally:
+        owner.attn = attn
+    raise CannotRelocate(f"{type(owner).__name__} without a rotary embedding does not pass its K to RadixAttention")
 
 
 @torch.no_grad()

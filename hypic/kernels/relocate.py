@@ -97,9 +97,9 @@ def relocate_interiors(
     k_pools: Sequence[Tensor],
     v_pools: Sequence[Tensor],
     *,
-    cos_sin: Tensor | Sequence[Tensor],
-    rotary_dim: int,
-    is_neox: bool,
+    cos_sin: Tensor | Sequence[Tensor] | None,
+    rotary_dim: int = 0,
+    is_neox: bool = True,
     scale: float = 1.0,
     impl: Impl | None = None,
 ) -> None:
@@ -109,7 +109,7 @@ def relocate_interiors(
         arena: uint8 [bytes].
         k_pools, v_pools: per layer [slots, H, Dk] and [slots, H, Dv].
         cos_sin: SGLang's ``cos_sin_cache`` [max_pos, rotary_dim] = [cos | sin], one for all layers or one per layer.
-            Needs a row for every position, before and after the move.
+            Needs a row for every position, before and after the move. None: K does not depend on positions and is copied.
         rotary_dim: how many leading dims of K rotate. is_neox: half-split pairs, else interleaved (GPT-J).
         scale: attention factor that yarn and mrope multiply into cos *and* sin. K in the pool already holds it once,
             and the extra rotation must be a pure one, so both are divided by it.
@@ -120,18 +120,19 @@ def relocate_interiors(
 
     Raises: ValueError if the numbers of layers disagree; for Triton also if the layers' pools differ in shape.
     """
-    tables = [cos_sin] * len(k_pools) if isinstance(cos_sin, Tensor) else list(cos_sin)
+    tables = list(cos_sin) if isinstance(cos_sin, Sequence) else [cos_sin] * len(k_pools)
     if not len(k_pools) == len(v_pools) == len(tables):
         raise ValueError(f"{len(k_pools)} K pools, {len(v_pools)} V pools, {len(tables)} rotary tables")
     if pick_impl(impl, arena) == "triton":
-        _move_triton(arena, plan, k_pools, v_pools, tables, rotary_dim, is_neox, scale)
+        rotary = [t for t in tables if t is not None]
+        _move_triton(arena, plan, k_pools, v_pools, rotary, rotary_dim, is_neox, scale, into_slots=True)
         return
     start = 0
     moves = zip(plan.lists.local, plan.lists.shift, strict=True)
     for (n, blocks), (local, shift) in zip(_blocks(arena, plan, k_pools, v_pools), moves, strict=True):
         slots = plan.slots[start : start + n]
         for (k, v), k_pool, v_pool, table in zip(blocks, k_pools, v_pools, tables, strict=True):
-            k_pool[slots] = rotate(k, local, shift, table, rotary_dim, is_neox, scale)
+            k_pool[slots] = k if table is None else rotate(k, local, shift, table, rotary_dim, is_neox, scale)
             v_pool[slots] = v
         start += n
 
@@ -222,12 +223,13 @@ def _move_triton(
     plan: InteriorPlan,
     k_pools: Sequence[Tensor],
     v_pools: Sequence[Tensor],
-    tables: Sequence[Tensor] | None = None,
+    tables: Sequence[Tensor] = (),
     rotary_dim: int = 0,
     is_neox: bool = True,
     scale: float = 1.0,
+    into_slots: bool = False,
 ) -> None:
-    """Blobs to slots with a rotation if ``tables`` are given, slots to blobs else."""
+    """Blobs to slots, with a rotation if ``tables`` are given; or slots to blobs."""
     require_triton(arena)
     if plan.total == 0 or not k_pools:
         return
@@ -263,8 +265,8 @@ def _move_triton(
         DV=v.shape[2],
         ITEM_BYTES=item,
         VECTOR=vector,
-        RELOCATE=table is not None,
-        ROTARY=rotary_dim,
+        INTO_SLOTS=into_slots,
+        ROTARY=rotary_dim if tables else 0,
         NEOX=is_neox,
         BM=tokens,
         BD=block(max(k.shape[2], v.shape[2])),
@@ -295,7 +297,7 @@ def _move_kernel(
     DV: tl.constexpr,
     ITEM_BYTES: tl.constexpr,
     VECTOR: tl.constexpr,
-    RELOCATE: tl.constexpr,
+    INTO_SLOTS: tl.constexpr,
     ROTARY: tl.constexpr,
     NEOX: tl.constexpr,
     BM: tl.constexpr,
@@ -321,31 +323,32 @@ def _move_kernel(
     slot_at = tl.multiple_of(pool + slot * tl.where(is_v, v_stride, k_stride) + head * dim, VECTOR)
     in_pool = first_pool + slot_at[:, None] + d[None, :]
 
-    if RELOCATE:
+    if INTO_SLOTS:
         values = tl.load(in_blob + d[None, :], mask=ok, other=0.0)
-        if not is_v:
-            half: tl.constexpr = ROTARY // 2
-            if NEOX:
-                is_first = d < half
-                partner, frequency = tl.where(is_first, d + half, d - half), d % half
-            else:
-                is_first = d % 2 == 0
-                partner, frequency = d ^ 1, d // 2
-            shift = tl.load(shifts + seg, mask=ok_m, other=0)
-            rotates = ok & (d < ROTARY)[None, :] & (shift != 0)[:, None]
-            origin = tl.load(first_local + seg, mask=ok_m, other=0) + local
-            old = first_table + tl.load(tables + layer) + origin[:, None] * ROTARY + frequency[None, :]
-            new = old + shift[:, None] * ROTARY
-            cos0 = tl.load(old, mask=rotates, other=0.0).to(tl.float32)
-            sin0 = tl.load(old + half, mask=rotates, other=0.0).to(tl.float32)
-            cos1 = tl.load(new, mask=rotates, other=0.0).to(tl.float32)
-            sin1 = tl.load(new + half, mask=rotates, other=0.0).to(tl.float32)
-            cos = (cos1 * cos0 + sin1 * sin0) * inv_scale2
-            sin = (sin1 * cos0 - cos1 * sin0) * inv_scale2
-            sin = tl.where(is_first[None, :], -sin, sin)
-            other = tl.load(in_blob + partner[None, :], mask=rotates, other=0.0).to(tl.float32)
-            turned = values.to(tl.float32) * cos + other * sin
-            values = tl.where(rotates, turned.to(element), values)
+        if ROTARY > 0:  # noqa: SIM102 (the first condition is the compiler's, the second the program's)
+            if not is_v:
+                half: tl.constexpr = ROTARY // 2
+                if NEOX:
+                    is_first = d < half
+                    partner, frequency = tl.where(is_first, d + half, d - half), d % half
+                else:
+                    is_first = d % 2 == 0
+                    partner, frequency = d ^ 1, d // 2
+                shift = tl.load(shifts + seg, mask=ok_m, other=0)
+                rotates = ok & (d < ROTARY)[None, :] & (shift != 0)[:, None]
+                origin = tl.load(first_local + seg, mask=ok_m, other=0) + local
+                old = first_table + tl.load(tables + layer) + origin[:, None] * ROTARY + frequency[None, :]
+                new = old + shift[:, None] * ROTARY
+                cos0 = tl.load(old, mask=rotates, other=0.0).to(tl.float32)
+                sin0 = tl.load(old + half, mask=rotates, other=0.0).to(tl.float32)
+                cos1 = tl.load(new, mask=rotates, other=0.0).to(tl.float32)
+                sin1 = tl.load(new + half, mask=rotates, other=0.0).to(tl.float32)
+                cos = (cos1 * cos0 + sin1 * sin0) * inv_scale2
+                sin = (sin1 * cos0 - cos1 * sin0) * inv_scale2
+                sin = tl.where(is_first[None, :], -sin, sin)
+                other = tl.load(in_blob + partner[None, :], mask=rotates, other=0.0).to(tl.float32)
+                turned = values.to(tl.float32) * cos + other * sin
+                values = tl.where(rotates, turned.to(element), values)
         tl.store(in_pool, values, mask=ok)
     else:
         tl.store(in_blob + d[None, :], tl.load(in_pool, mask=ok, other=0.0), mask=ok)

@@ -19,8 +19,10 @@ from hypic.check import tiny_models
 from hypic.check.layouts import document_pool, random_layout
 from hypic.check.oracle import Oracle, OracleError, OracleResult
 
-MODELS = ("qwen3next", "qwen35", "qwen35moe", "qwen35_dk", "llama", "qwen3")
-HYBRIDS = MODELS[:4]
+MODELS = ("qwen3next", "qwen35", "qwen35moe", "qwen35_dk", "llama", "qwen3", "nemotronh", "falconh1")
+HYBRIDS = (*MODELS[:4], *MODELS[6:])
+CONTINUED = MODELS[:6]
+"""Models that Hugging Face takes on from a cache by more than one token; its Mamba-2 mixers cannot."""
 VOCAB = 1000
 W = 8
 Spans = list[tuple[int, int]]
@@ -226,7 +228,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CONTINUED)
 @pytest.mark.parametrize("w", [W, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_link_is_hugging_faces_parts_put_together(name: str, layout: str, w: int) -> None:
@@ -236,7 +238,7 @@ def test_link_is_hugging_faces_parts_put_together(name: str, layout: str, w: int
     assert_same(linked, hf_link(name, ids, cached, w, linked.ids), atol=1e-4)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CONTINUED)
 def test_random_layouts(name: str) -> None:
     pool = document_pool(random.Random(0), VOCAB)
     for seed in range(6):

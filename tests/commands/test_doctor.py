@@ -108,24 +108,53 @@ def examine(path: Path | str, *flags: str, memory: int = 0) -> ModelFinding:
     return model
 
 
+LINEAR = {"llama": 0, "qwen3": 0, "qwen35": 3, "granite4h": 3, "falconh1": 4}
+"""Linear layers of the tiny models; the others have two."""
+FULL = {"llama": 4, "qwen3": 4, "qwen35": 1, "granite4h": 1, "falconh1": 4}
+"""Full-attention layers likewise; Falcon-H1's layers are both."""
+MAMBA = {"nemotronh": (2, 24), "granite4h": (1, 32), "falconh1": (2, 32)}
+"""Groups and state size; four heads of 32."""
+UNTESTED = ("granite4h",)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_tiny_models_are_supported(name: str, tiny_model: Callable[[str], Path]) -> None:
     model = examine(tiny_model(name))
-    assert model.problems == [] and model.tested and model.dtype == "float32"
+    assert model.problems == [] and model.dtype == "float32"
+    assert model.tested == (name not in UNTESTED)
     layers = {f.family: f.layers for f in model.families}
-    full = {"qwen35": 1, "llama": 4, "qwen3": 4}.get(name, 2)
-    assert layers.get("full attention") == full and layers.get("gated delta network", 0) == 4 - full
+    full, linear = FULL.get(name, 2), LINEAR.get(name, 2)
+    title = "Mamba2" if name in MAMBA else "gated delta network"
+    assert layers == {k: n for k, n in {title: linear, "full attention": full}.items() if n}
     heads, d_k, d_v, channels = 4, 32, 16 if name == "qwen35_dk" else 32, 2 * 2 * 32 + 4 * (32, 16)[name == "qwen35_dk"]
-    assert model.transition_bytes == (4 - full) * heads * d_k * d_k * 4
-    assert model.state_bytes == (4 - full) * heads * d_v * d_k * 4
-    assert model.conv_bytes == (4 - full) * channels * 3 * 4
-    head_dim = 32 if full == 4 else 64
+    transition = d_k * d_k * 4
+    if name in MAMBA:
+        groups, d_k = MAMBA[name]
+        channels, transition = heads * d_v + 2 * groups * d_k, 4
+    assert model.transition_bytes == linear * heads * transition
+    assert model.state_bytes == linear * heads * d_v * d_k * 4
+    assert model.conv_bytes == linear * channels * 3 * 4
+    head_dim = 64 if name.startswith("qwen35") or name == "qwen3next" else 32
     assert model.token_bytes == full * 2 * 2 * head_dim * 4
     fixed = model.transition_bytes + model.state_bytes + model.conv_bytes
     for segment in model.segments:
         payload = fixed + (segment.tokens - model.seam_window) * model.token_bytes
         assert payload < segment.bytes < payload + 8 * segment.tokens + 2048, "payload, then ids and a small header"
         assert segment.fit == model.arena_bytes // segment.bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "transition", "state", "token"),
+    [
+        ("nemotron-3-nano-30b-a3b", 23 * 64 * 4, 23 * 64 * 64 * 128 * 2, 6 * 2 * 2 * 128 * 2),
+        ("granite-4.0-h-small", 36 * 128 * 4, 36 * 128 * 64 * 128 * 2, 4 * 2 * 8 * 128 * 2),
+        ("qwen3.5-35b-a3b", 30 * 32 * 128**2 * 2, 30 * 32 * 128**2 * 2, 10 * 2 * 2 * 256 * 2),
+    ],
+)
+def test_artifacts_of_published_shapes(shape: str, transition: int, state: int, token: int) -> None:
+    """The figures of docs/FAMILIES.md. Mamba2's T is one number per head, GDN's as large as S."""
+    model = examine(Path(__file__).parents[2] / "models" / "shapes" / shape, "--dtype", "bfloat16")
+    assert (model.transition_bytes, model.state_bytes, model.token_bytes) == (transition, state, token)
 
 
 def test_plan_follows_memory_and_ranks(tiny_model: Callable[[str], Path]) -> None:
@@ -154,7 +183,7 @@ def config(tmp_path: Path, kind: str, architecture: str, **fields: Any) -> Path:
     ("kind", "architecture", "fields", "reason"),
     [
         ("Gemma2Config", "Gemma2ForCausalLM", {}, "sliding-window attention"),
-        ("FalconH1Config", "FalconH1ForCausalLM", {}, "Mamba2AttnBackend"),
+        ("Lfm2Config", "Lfm2ForCausalLM", {}, "short convolution"),
         ("DeepseekV3Config", "DeepseekV3ForCausalLM", {}, "multi-head latent attention"),
         (
             "Qwen3Config",

@@ -9,7 +9,7 @@ import torch
 
 from hypic.artifact.layout import LinearShape
 from hypic.engine.composition import ComposeError, check_composition
-from hypic.engine.families import gdn
+from hypic.engine.families import gdn, mamba2
 from hypic.kernels._common import blob_view
 
 SHAPE = LinearShape((3, 5), 4, 16, 24, 2 * 2 * 16 + 4 * 24, 3, "bfloat16", "bfloat16")
@@ -63,3 +63,54 @@ def test_a_wrong_part_is_found(part: str, model: torch.nn.Module, monkeypatch: p
 def test_a_missing_layer_is_named(model: torch.nn.Module) -> None:
     with pytest.raises(ComposeError, match=r"layers \[5\]"):
         check_composition(model[:1], SHAPE)
+
+
+MAMBA2 = LinearShape((3, 5), 4, 16, 24, 4 * 24 + 2 * 2 * 16, 3, "bfloat16", "bfloat16", "mamba2", "log_decay")
+
+
+class MambaMixer2(torch.nn.Module):
+    """What the proof reads of SGLang's mixer, with decays of order 1 over the segment."""
+
+    activation, num_heads, n_groups, tp_size, head_dim, ssm_state_size = "silu", 4, 2, 1, 24, 16
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        rng = torch.Generator().manual_seed(seed)
+        channels = MAMBA2.conv_channels
+        self.conv1d = torch.nn.Conv1d(channels, channels, 4, groups=channels)
+        self.A = -(torch.randn(4, generator=rng) - 6.0).exp()
+        self.D, self.dt_bias = torch.randn(4, generator=rng), torch.randn(4, generator=rng)
+
+
+class DecoderLayer(torch.nn.Module):
+    def __init__(self, layer_id: int, name: str) -> None:
+        super().__init__()
+        setattr(self, name, layer_id)
+        self.mixer = MambaMixer2(layer_id)
+
+
+@pytest.fixture
+def mamba_model() -> torch.nn.Module:
+    return torch.nn.ModuleList([DecoderLayer(3, "layer_id"), DecoderLayer(5, "layer_idx")])
+
+
+def test_it_holds_for_mamba2(mamba_model: torch.nn.Module) -> None:
+    assert 0 < check_composition(mamba_model, MAMBA2) < 1e-5
+
+
+@pytest.mark.parametrize("part", ["T", "S"])
+def test_a_wrong_part_of_mamba2_is_found(
+    part: str, mamba_model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decay that is not stored, and S that keeps the seam."""
+    end_states = mamba2.decay_end_states
+
+    def wrong_end_states(ssm_pool: Any, seam_states: Any, **rest: Any) -> None:
+        end_states(ssm_pool, torch.zeros_like(seam_states), **rest)
+
+    if part == "S":
+        monkeypatch.setattr(mamba2, "decay_end_states", wrong_end_states)
+    else:
+        monkeypatch.setattr(mamba2, "mamba2_log_decay", lambda *args, **kwargs: None)
+    with pytest.raises(ComposeError, match="off by"):
+        check_composition(mamba_model, MAMBA2)

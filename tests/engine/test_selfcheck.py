@@ -37,6 +37,17 @@ def test_all_checks_pass(name: str, tiny_model: Callable[[str], Path]) -> None:
         assert r.worst_error <= r.tolerance == 1e-4 and r.n > 0
 
 
+@pytest.mark.parametrize(
+    ("name", "checks"),
+    [("nemotronh", ("P1", "P3", "P4", "P6")), ("falconh1", ("P1", "P4")), ("granite4h", ("P1",))],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_other_families_on_one_engine(name: str, checks: tuple[str, ...], tiny_model: Callable[[str], Path]) -> None:
+    flags = {"mamba_radix_cache_strategy": "extra_buffer"}
+    results = list(check_model(name, tiny_model(name), Plan(checks=checks, seed=7, flags=flags), lambda *_: None))
+    assert [(r.name, r.status) for r in results] == [(c, "passed") for c in checks], [r.detail for r in results]
+
+
 def test_the_seam_kernel_serves_too(tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """`--hypic-attention seam` is the way of a GPU; here through its torch reference."""
     monkeypatch.setenv("HYPIC_ATTENTION", "seam")

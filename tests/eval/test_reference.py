@@ -186,7 +186,7 @@ def test_legolink_0_is_a_link_of_what_stood_behind_dummies(name: str, layout: st
     with torch.inference_mode():
         for start, end in p.segments:
             document = p.ids[start:end]
-            _, _, records = o._run([*dummies, *document], [mixer.start() for _, mixer in o._layers])
+            _, _, records = o._run([*dummies, *document], [block.start() for block in o._blocks])
             o._compiled[document] = [type(r)(*(x[lego.dummies :] for x in r)) for r in records]
     truth = o.link(p.ids, p.segments, w=0, n_new=4)
     assert distance(rows(name, lego, p, truth.ids), truth.logprobs) < EXACT
@@ -214,7 +214,7 @@ def test_cacheblend_computes_the_tokens_that_deviate_most() -> None:
     name, p = "llama", PROMPTS["gaps"]
     o, blend = oracle(name), method("cacheblend-5%")
     with torch.inference_mode():
-        start = [mixer.start() for _, mixer in o._layers]
+        start = [block.start() for block in o._blocks]
         full = o._run(p.ids[: p.head], start)[2][1]
         away = torch.full((p.head,), -1.0)
         for a, b in p.segments:

@@ -19,8 +19,23 @@ from triton.compiler import ASTSource
 
 from hypic.artifact.layout import LinearShape
 from hypic.engine import composition
+from hypic.engine.families.base import Memory
 from hypic.engine.families.gdn import GdnLayer
-from hypic.kernels import gdn_chain, gdn_end_states, gdn_inputs, gdn_keys, gdn_transition, relocate, seam_attention
+from hypic.engine.families.mamba2 import MixerLayer
+from hypic.kernels import (
+    conv_runs,
+    decay_end_states,
+    gdn_chain,
+    gdn_end_states,
+    gdn_inputs,
+    gdn_keys,
+    gdn_transition,
+    mamba2_chain,
+    mamba2_decay,
+    relocate,
+    seam_attention,
+)
+from hypic.kernels.mamba2_layer import Mamba2Layer
 from hypic.kernels.seam_plan import SeamPlan, SeamShape
 
 TYPES = {
@@ -36,6 +51,10 @@ KERNELS = {
     gdn_keys: ["_keys_kernel"],
     gdn_transition: ["_forget_kernel", "_solve_kernel", "_advance_kernel"],
     gdn_end_states: ["_end_states_kernel"],
+    conv_runs: ["_convolve_kernel"],
+    mamba2_chain: ["_chain_kernel"],
+    mamba2_decay: ["_log_decay_kernel"],
+    decay_end_states: ["_decay_end_states_kernel"],
     relocate: ["_move_kernel"],
     seam_attention: ["_seam_kernel", "_merge_kernel"],
 }
@@ -178,4 +197,43 @@ def compile_start_up_proof(hk: int, hv: int, dk: int, dv: int) -> list[tuple[str
         composition._layer_error(
             GdnLayer.of(layer), LinearShape((0,), hv, dk, dv, dim, width - 1, "bfloat16", "bfloat16")
         )
+    return reports
+
+
+def compile_mamba2(
+    h: int, g: int, dv: int, dk: int, state_dtype: torch.dtype = torch.float32
+) -> list[tuple[str, Report]]:
+    """Every operation of a Mamba2 layer in bf16 at one shape."""
+    n, width, dim = 64, 4, h * dv + 2 * g * dk
+    bf16 = {"dtype": torch.bfloat16}
+    layer = MixerLayer(
+        Mamba2Layer(
+            conv_weight=torch.empty(dim, width, **bf16),
+            conv_bias=torch.empty(dim, **bf16),
+            activation="silu",
+            A=torch.empty(h),
+            dt_bias=torch.empty(h, **bf16),
+            skip=torch.empty(h, **bf16),
+            heads=h,
+            groups=g,
+            d_v=dv,
+            d_k=dk,
+        )
+    )
+    at = Memory(
+        torch.empty(2, dim, width - 1, **bf16), torch.empty(2, h, dv, dk), torch.empty(1 << 20, dtype=torch.uint8),
+        256, 512, 1024, state_dtype,
+    )  # fmt: skip
+    inputs = (torch.empty(n, h * dv + dim + h, **bf16),)
+    with recorded() as reports:
+        chain = gdn_chain.ChainPlan.build(
+            rows=[[gdn_chain.ChainItem(0, 8, 0, 3)]], slot=[1], fresh=[True], conv_width=width, device="cpu"
+        )
+        layer.chain(inputs, at, chain, torch.empty(n, h, dv, **bf16))
+        transition = gdn_transition.TransitionPlan.build(
+            seq_tok=[0], seq_len=[n], seq_skip=[8], seq_slot=[0], seq_fresh=[True], blob=[0], first=[True], device="cpu"
+        )
+        layer.transition(inputs, at, transition)
+        end_states = gdn_end_states.EndStatesPlan.build(slot=[0], seam=[0], ends=[True], blob=[0], device="cpu")
+        layer.end_states(torch.empty(2, h, dv, dk), at, end_states)
     return reports

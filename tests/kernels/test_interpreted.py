@@ -51,6 +51,27 @@ def test_kernels_compile_for_hopper(shape: dict[str, Any]) -> None:
         assert report.spill_bytes == 0, f"{name}: {report}"
 
 
+MAMBA2: dict[str, dict[str, Any]] = {
+    "nemotron-3-nano-30b-a3b": {"h": 64, "g": 8, "dv": 64, "dk": 128},
+    "granite-4-h-small, states in bf16": {"h": 128, "g": 1, "dv": 64, "dk": 128, "state_dtype": torch.bfloat16},
+    "odd": {"h": 3, "g": 1, "dv": 80, "dk": 48},
+}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs the compiler")
+@pytest.mark.parametrize("shape", MAMBA2.values(), ids=MAMBA2)
+def test_mamba2_kernels_compile_for_hopper(shape: dict[str, Any]) -> None:
+    from hopper import compile_mamba2
+
+    reports = compile_mamba2(**shape)
+    assert [name for name, _ in reports] == [
+        "_convolve_kernel", "_chain_kernel", "_log_decay_kernel", "_decay_end_states_kernel",
+    ]  # fmt: skip
+    for name, report in reports:
+        assert report.shared_bytes <= 227 * 1024, f"{name}: {report}"
+        assert report.spill_bytes == 0, f"{name}: {report}"
+
+
 @pytest.mark.skipif(INTERPRETED, reason="needs the compiler")
 def test_the_start_up_proof_compiles_for_hopper() -> None:
     """It fits, and compiles in seconds: nothing caches it on a machine's first start."""

@@ -234,6 +234,20 @@ def test_each_layer_may_have_its_own_table(target: Target) -> None:
     assert moved == [False, True, False]
 
 
+def test_without_tables_a_move_is_a_copy(target: Target) -> None:
+    """Models without RoPE: whatever the shift."""
+    pools = Pools(Rope(dtype=torch.bfloat16), [9, 3], target)
+    pools.fill_blobs()
+    plan = pools.plan([5, 40])
+    relocate_interiors(pools.arena, plan, pools.k, pools.v, cos_sin=None, impl=target.impl)
+    for i in range(2):
+        for layer, (k, v) in enumerate(pools.blocks(i)):
+            assert same_bits(pools.k[layer][pools.segment_slots(i)], k)
+            assert same_bits(pools.v[layer][pools.segment_slots(i)], v)
+    untouched = sorted(set(range(SLOTS)) - set(pools.slots))
+    assert all(p[untouched].isnan().all() for p in pools.k + pools.v)
+
+
 def test_wrong_numbers_are_refused(target: Target) -> None:
     pools = Pools(Rope(), [3], target)
     with pytest.raises(ValueError, match="2 slots for 3"):

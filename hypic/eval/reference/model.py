@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from hypic.check.oracle import ARCHITECTURES
+from hypic.check.oracle import DELTA_AND_ATTENTION as ARCHITECTURES
 from hypic.eval.reference.mixers import Attention, Delta, Rope, mixer_of
 
 

@@ -23,12 +23,21 @@ def doctor(
         str | None, typer.Option("--hypic-memory", metavar="SIZE", help="Plan with this arena, for example 2GiB.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    models: Annotated[
+        bool,
+        typer.Option("--models", help="Print which architectures hypic's tests cover, in Markdown, and nothing else."),
+    ] = False,
 ) -> None:
     """Does hypic fit this machine, the installed SGLang and MODEL? Exit code 1 if something does not.
 
     Applies every hook in this process and says which are in force, and why each is needed. With MODEL: whether it can
     be served, bytes of an artifact, and how many segments the arena holds. Starts no server and loads no weights.
     """
+    if models:
+        from hypic.check.coverage import table
+
+        print(table())
+        return
     from hypic.commands.flags import setting, take_hypic_flags
     from hypic.config import ConfigError, from_env
 

@@ -60,9 +60,9 @@ def examine(finding: ModelFinding, server_args: Any, config: HypicConfig, free: 
 
 
 def _tested() -> tuple[str, ...]:
-    from hypic.check.oracle import ARCHITECTURES
+    from hypic.check.coverage import COVERAGE
 
-    return ARCHITECTURES
+    return tuple(c.architecture for c in COVERAGE)
 
 
 def _objections(model: Any) -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hypic.check.coverage import table
 from hypic.config import HypicConfig
 from hypic.engine.manager import NATIVE_REASONS
 from hypic.engine.metrics import EngineMetrics
@@ -61,3 +62,8 @@ def test_reasons_are_documented() -> None:
 
 def test_refused_flags_are_documented() -> None:
     assert [r.flag for r in REFUSALS if f"| `{r.flag}` | {r.reason} |" not in OPERATIONS] == []
+
+
+def test_the_support_table_is_what_the_tests_cover() -> None:
+    """`hypic doctor --models > ...`; tests/engine and tests/platform run what the table says."""
+    assert f"\n{table()}\n" in (ROOT / "docs" / "FAMILIES.md").read_text()

@@ -13,8 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from hypic.check import selfcheck
+from hypic.check.coverage import COVERAGE
 from hypic.check.result import CheckResult
-from hypic.check.selfcheck import CHECKS, DEFAULT_MODELS, Plan, check_model
+from hypic.check.selfcheck import CHECKS, Plan, check_model
 from hypic.check.session import Session, SessionError
 from hypic.cli import app
 from hypic.config import HypicConfig
@@ -26,7 +27,7 @@ FLAGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", DEFAULT_MODELS)
+@pytest.mark.parametrize("name", [c.model for c in COVERAGE if c.checks == CHECKS])
 def test_all_checks_pass(name: str, tiny_model: Callable[[str], Path]) -> None:
     plan = Plan(seed=7, soak=20, flags=FLAGS[name])
     results = list(check_model(name, tiny_model(name), plan, lambda *_: None))
@@ -38,9 +39,7 @@ def test_all_checks_pass(name: str, tiny_model: Callable[[str], Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "checks"),
-    [("nemotronh", ("P1", "P3", "P4", "P6")), ("falconh1", ("P1", "P4")), ("granite4h", ("P1",))],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ("name", "checks"), [(c.model, c.checks) for c in COVERAGE if c.checks and c.checks != CHECKS], ids=str
 )
 def test_other_families_on_one_engine(name: str, checks: tuple[str, ...], tiny_model: Callable[[str], Path]) -> None:
     flags = {"mamba_radix_cache_strategy": "extra_buffer"}

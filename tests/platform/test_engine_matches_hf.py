@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from hypic.check.coverage import COVERAGE
 from hypic.check.hf_mamba import one_chunk_scans
 
 PROMPT_LENGTHS = (1, 5, 70, 301)
@@ -40,20 +41,23 @@ def hf_greedy(path: Path, prompts: list[list[int]]) -> list[list[int]]:
     return out
 
 
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3next", {}),
+    ("qwen3next", NO_OVERLAP),
+    ("qwen3next", TWO_RANKS),
+    ("qwen35", {}),
+    ("qwen35moe", PAGED),
+    ("qwen35_dk", {}),
+    ("llama", {}),
+    ("llama", PAGED),
+    ("qwen3", NO_OVERLAP),
+    ("nemotronh", {}),
+]
+
+
 @pytest.mark.parametrize(
     ("name", "server_args"),
-    [
-        ("qwen3next", {}),
-        ("qwen3next", NO_OVERLAP),
-        ("qwen3next", TWO_RANKS),
-        ("qwen35", {}),
-        ("qwen35moe", PAGED),
-        ("qwen35_dk", {}),
-        ("llama", {}),
-        ("llama", PAGED),
-        ("qwen3", NO_OVERLAP),
-        ("nemotronh", {}),
-    ],
+    CASES,
     ids=lambda value: "-".join(value) or "default" if isinstance(value, dict) else value,
 )
 def test_greedy_equals_transformers(
@@ -69,6 +73,11 @@ def test_greedy_equals_transformers(
     batch = engine.generate(input_ids=prompts, sampling_params=GREEDY)
     assert [one["output_ids"] for one in batch] == expected
     assert batch[-1]["meta_info"]["cached_tokens"] > 0
+
+
+def test_the_table_of_coverage_says_what_is_compared_here() -> None:
+    variants = {"qwen35_dk"}
+    assert {name for name, _ in CASES} - variants == {c.model for c in COVERAGE if c.transformers}
 
 
 def test_interpreted_triton_attention_equals_transformers(

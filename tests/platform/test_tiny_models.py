@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from hypic.check import tiny_models
+from hypic.check.coverage import COVERAGE, Covered
 from hypic.check.tiny_tokenizer import END_OF_TEXT, SPECIAL, TURN_END, VOCAB_SIZE, write_tokenizer
 
 TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
@@ -38,6 +40,16 @@ def test_built_once_and_again_when_the_recipe_changes(tmp_path: Path) -> None:
     tiny_models.build("llama", tmp_path)
     assert weights.stat().st_mtime_ns != built and weights.read_bytes() == first
     assert [p.name for p in tmp_path.iterdir()] == ["llama"]
+
+
+@pytest.mark.parametrize("row", COVERAGE, ids=lambda row: row.model)
+def test_rows_of_the_support_table_are_these_models(row: Covered, tiny_model: Callable[[str], Path]) -> None:
+    config = json.loads((tiny_model(row.model) / "config.json").read_text())
+    assert config["architectures"] == [row.architecture]
+
+
+def test_every_model_but_variants_has_a_row() -> None:
+    assert {row.model for row in COVERAGE} == set(tiny_models.NAMES) - {"qwen35_dk"}
 
 
 def test_tokenizer_is_reproducible_and_merges(tmp_path: Path, tokenizer: Any) -> None:

@@ -1,0 +1,69 @@
+"""Which architectures hypic's tests cover, and with which checks: read by the tests, and by ``hypic doctor --models``.
+
+The tests run what stands here, on the reduced model of each row: a row cannot claim a check that no test makes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Covered(NamedTuple):
+    """A reduced model of ``check.tiny_models`` and what the tests do with it.
+
+    Attributes:
+        model: its name. architecture: as in its config.json. published: models that have it.
+        linear: title of the family of its linear layers, or None. attention: how its full-attention layers know positions.
+        checks: of docs/SEMANTICS.md, by tests/engine/test_selfcheck.py on a running engine.
+        transformers: tests/platform/test_engine_matches_hf.py: the CPU platform generates what transformers generates.
+        note: what else there is to say.
+    """
+
+    model: str
+    architecture: str
+    published: str
+    linear: str | None
+    attention: str
+    checks: tuple[str, ...]
+    transformers: bool = True
+    note: str = ""
+
+
+ALL = ("P1", "P2", "P3", "P4", "P5", "P6")
+_GDN = "gated delta network"
+COVERAGE = (
+    Covered("qwen3next", "Qwen3NextForCausalLM", "Qwen3-Next", _GDN, "partial RoPE", ALL),
+    Covered("qwen35", "Qwen3_5ForConditionalGeneration", "Qwen3.5, dense", _GDN, "partial mrope", ALL),
+    Covered("qwen35moe", "Qwen3_5MoeForConditionalGeneration", "Qwen3.5, MoE", _GDN, "partial mrope", ()),
+    Covered("nemotronh", "NemotronHForCausalLM", "Nemotron-H, Nemotron-3", "Mamba2", "none", ("P1", "P3", "P4", "P6")),
+    Covered(
+        "falconh1", "FalconH1ForCausalLM", "Falcon-H1", "Mamba2", "RoPE", ("P1", "P4"), False,
+        "attention and Mamba2 in every layer",
+    ),
+    Covered(
+        "granite4h", "GraniteMoeHybridForCausalLM", "Granite-4-H", "Mamba2", "none", ("P1",), False,
+        "SGLang 0.5.17 differs from transformers",
+    ),
+    Covered("llama", "LlamaForCausalLM", "Llama 2, 3", None, "RoPE", ALL),
+    Covered("qwen3", "Qwen3ForCausalLM", "Qwen3", None, "RoPE", ()),
+)  # fmt: skip
+"""Every architecture of a reduced model; variants of one (``qwen35_dk``) have no row of their own."""
+
+
+def table() -> str:
+    """The coverage in Markdown, as docs/FAMILIES.md has it."""
+    columns = ("models", "architecture in SGLang", "linear layers", "positions in attention", "checks in CI", "")
+    rows = [columns, ("---",) * len(columns)]
+    for c in COVERAGE:
+        checks = ["as transformers"] * c.transformers + [", ".join(c.checks) if c.checks != ALL else "P1 to P6"]
+        rows.append(
+            (
+                c.published,
+                f"`{c.architecture}`",
+                c.linear or "none",
+                c.attention,
+                "; ".join(filter(None, checks)),
+                c.note,
+            )
+        )
+    return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows)

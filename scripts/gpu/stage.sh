@@ -2,7 +2,7 @@
 # One stage of what is to be shown on a GPU machine, each under 8 minutes from a bare start (SGLang 0.5.17 installed, or
 # `source scripts/gpu/setup.sh PACK` before; FlashInfer compiles for 2 minutes when its cache is empty).
 #
-#   smoke   kernels against their references, the self-check in bf16 (CHECKS, by default P1,P4), the gates of models/almanac
+#   smoke   kernels against their references, artifacts between processes, the self-check in bf16 (CHECKS, by default P1,P4), the gates of models/almanac
 #   ttft    hypic beside stock SGLang: cold, prefix hit, warm, turn, several at once; kernels; once more with states in float32
 #   scale   warm links of 4 to 128 segments of 512 to 16,384 tokens
 #   replay  the highest rate of a RAG trace under an SLO of 1 s TTFT
@@ -25,7 +25,7 @@ case $stage in
       --mem-fraction-static 0.15 --max-total-tokens 60000 --context-length 8192 --max-running-requests 16
       --cuda-graph-max-bs-decode 8 --cuda-graph-max-bs-prefill 512 --cuda-graph-backend-prefill breakable
       --disable-flashinfer-autotune)
-    python3 -m pytest -q tests/kernels 2>&1 | tee "$out/kernels.log" | tail -4 &
+    python3 -m pytest -q tests/kernels tests/worker/test_measure.py 2>&1 | tee "$out/kernels.log" | tail -4 &
     python3 -m models.gates models/almanac --out "$out/gates.json" --sequences 28 2>&1 | tee "$out/gates.log" | tail -60 &
     tiny=$(python3 -c "from hypic.check.tiny_models import build; print(build('qwen35'))")
     python3 -m hypic selfcheck "$tiny" --checks "${CHECKS:-P1,P4}" "${small[@]}" 2>&1 | quiet | tee "$out/selfcheck.log" | tail -12 &

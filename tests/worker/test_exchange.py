@@ -21,7 +21,7 @@ from hypic.engine.cluster.exchange import Exchange, Place
 from hypic.engine.cluster.membership import Load, Membership
 from hypic.engine.cluster.memory import DirectMemory
 from hypic.engine.cluster.movers import SocketMover, WindowMover
-from hypic.engine.cluster.windows import WindowError, Windows, export, shared_buffer
+from hypic.engine.cluster.windows import FileWindow, WindowError, Windows, export, shared_buffer
 from hypic.router.control import ControlSocket
 from hypic.router.coordinator import Coordinator
 from hypic.router.costs import Costs
@@ -219,8 +219,8 @@ def test_what_was_withdrawn_during_the_copy_is_dropped(
     a.exchange.offer(KEY, 0, len(BLOB))
     copy = WindowMover._copy
 
-    async def slow(self: WindowMover, place: torch.Tensor, window: torch.Tensor) -> None:
-        await copy(self, place, window)
+    async def slow(self: WindowMover, window: FileWindow, offset: int, place: torch.Tensor) -> None:
+        await copy(self, window, offset, place)
         a.exchange.withdraw(KEY, "invalidated")
         a.exchange.gone(KEY)
         await asyncio.to_thread(a.event, Returned)
@@ -232,16 +232,23 @@ def test_what_was_withdrawn_during_the_copy_is_dropped(
     assert b.event(Fetched) == Fetched(KEY, False, "gone")
 
 
-def test_a_window_is_read_only_and_is_this_users_arena() -> None:
+def test_a_window_is_the_memory_itself() -> None:
     buffer = shared_buffer(4096)
     buffer[:] = torch.arange(4096, dtype=torch.int64).to(torch.uint8)
-    windows, token = Windows(), export(buffer)
-    view = windows.view(token, 100, 10)
-    assert torch.equal(view, buffer[100:110])
+    windows, token = Windows(buffer.device), export(buffer)
+    window, place = windows.find(token, 100, 10), torch.zeros(10, dtype=torch.uint8)
     buffer[100] = 7
-    assert view[0] == 7  # the memory itself
-    with pytest.raises(WindowError, match="leaves a window"):
-        windows.view(token, 4090, 10)
+    window.copy_to(place, 100)
+    assert torch.equal(place, buffer[100:110])
+    for offset, nbytes in ((4090, 10), (-1, 10)):
+        with pytest.raises(WindowError, match="leaves a window"):
+            windows.find(token, offset, nbytes)
+
+
+def test_a_window_on_a_gpu_is_refused_where_there_is_none() -> None:
+    token = msgspec.msgpack.encode(["CudaIpc", 1, bytes(64), 0, 4096])
+    with pytest.raises(WindowError, match="another kind of memory"):
+        Windows(torch.device("cpu")).find(token, 0, 16)
 
 
 @pytest.mark.parametrize("token", ["garbage", "other file", "closed", "size", "no process"])
@@ -258,7 +265,7 @@ def test_what_is_no_window_is_not_mapped(token: str, tmp_path: Path) -> None:
             "no process": msgspec.msgpack.encode([mine[0], 2**22 + 1, *mine[2:]]),
         }[token]
         with pytest.raises(WindowError):
-            Windows().view(forged, 0, 16)
+            Windows(torch.device("cpu")).find(forged, 0, 16)
 
 
 def test_host_memory_without_a_file_has_no_window() -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from hypic.engine.cluster.memory import HostMemory, host_memory
-from hypic.engine.cluster.windows import WindowError, Windows, export
+from hypic.engine.cluster.windows import CudaWindow, FileWindow, WindowError, Windows, export
 from hypic.router.transport import Peer, Receipt, TransferError
 from hypic.router.transport.zmq_blobs import ZmqTransport
 
@@ -51,7 +51,13 @@ def mover_for(buffer: torch.Tensor, address: str, way: str) -> Mover:
     """
     if way == "socket" or (way == "auto" and not address.startswith("ipc://")):
         return SocketMover(host_memory(buffer))
-    return WindowMover(buffer)
+    try:
+        return WindowMover(buffer)
+    except WindowError as e:
+        if way == "window":
+            raise
+        logger.warning("hypic: artifacts move over sockets: %s", e)
+        return SocketMover(host_memory(buffer))
 
 
 class SocketMover:
@@ -80,7 +86,7 @@ class WindowMover:
     """
 
     def __init__(self, buffer: torch.Tensor):
-        self._buffer, self._token, self._windows = buffer, export(buffer), Windows()
+        self._buffer, self._token, self._windows = buffer, export(buffer), Windows(buffer.device)
         self._memory = host_memory(buffer)
         self._cuda = buffer.device.type == "cuda"
         self._stream = torch.cuda.Stream(buffer.device) if self._cuda else None
@@ -109,11 +115,11 @@ class WindowMover:
         found = await transport.locate(peer, key, nbytes, timeout)
         began = time.perf_counter()
         try:
-            source = self._windows.view(found.window, found.offset, nbytes)
+            window = self._windows.find(found.window, found.offset, nbytes)
         except WindowError as e:
             raise TransferError("window", str(e)) from None
         place = self._buffer[offset : offset + nbytes]
-        copying = asyncio.create_task(self._copy(place, source))
+        copying = asyncio.create_task(self._copy(window, found.offset, place))
         try:
             await asyncio.shield(copying)
         except asyncio.CancelledError:
@@ -127,12 +133,12 @@ class WindowMover:
         transport.stats.receive_seconds += seconds
         return Receipt(nbytes, began - asked, seconds, 0), place[:head].cpu().numpy().tobytes()
 
-    async def _copy(self, place: torch.Tensor, source: torch.Tensor) -> None:
+    async def _copy(self, window: FileWindow | CudaWindow, offset: int, place: torch.Tensor) -> None:
         if self._stream is None:
-            await asyncio.to_thread(place.copy_, source)
+            await asyncio.to_thread(window.copy_to, place, offset)
             return
         with torch.cuda.device(place.device), torch.cuda.stream(self._stream):
-            place.copy_(source, non_blocking=True)
+            window.copy_to(place, offset)
             done = torch.cuda.Event()
             done.record(self._stream)
         while not done.query():

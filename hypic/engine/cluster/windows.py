@@ -6,13 +6,17 @@ memory of this user that calls itself a window of ours.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import warnings
-from typing import Any
+from typing import Annotated
 
 import msgspec
 import torch
+from msgspec import Meta
+
+from hypic.engine.cluster import cuda
 
 _NAME = "hypic-arena"
 
@@ -30,18 +34,10 @@ class MemoryFile(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class CudaIpc(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """What torch needs to map memory of another process on a device that both see under the same number.
+    """An allocation of a process on a GPU: its CUDA IPC handle, and the arena's place in it."""
 
-    Attributes:
-        handles: of the allocation, its reference counter and its event.
-        numbers: bytes of the allocation, offset of the storage in it, offset of the counter.
-        start, nbytes: of the arena in the storage.
-    """
-
-    device: int
-    handles: tuple[bytes, bytes, bytes]
-    numbers: tuple[int, int, int]
-    synchronise: bool
+    pid: int
+    handle: Annotated[bytes, Meta(min_length=64, max_length=64)]
     start: int
     nbytes: int
 
@@ -66,14 +62,12 @@ def export(buffer: torch.Tensor) -> bytes:
     """The token of a window on `buffer`: one of :func:`shared_buffer`, or any on a CUDA device. Raises WindowError."""
     token: MemoryFile | CudaIpc
     if buffer.device.type == "cuda":
-        storage: Any = buffer.untyped_storage()
         try:
-            device, handle, size, offset, counter, counter_offset, event, wait = storage._share_cuda_()
-        except RuntimeError as e:
-            raise WindowError(f"CUDA IPC: {e}") from None
-        start = int(buffer.storage_offset())
-        numbers = size, offset, counter_offset
-        token = CudaIpc(device, (bytes(handle), bytes(counter), bytes(event)), numbers, wait, start, buffer.numel())
+            with torch.cuda.device(buffer.device):
+                handle, start = cuda.export_memory(buffer.data_ptr())
+        except cuda.CudaError as e:
+            raise WindowError(f"GPU memory that cannot be exported: {e}") from None
+        token = CudaIpc(os.getpid(), handle, start, buffer.numel())
     elif (fd := _FILES.get(buffer.data_ptr())) is not None:
         token = MemoryFile(os.getpid(), fd, buffer.numel())
     else:
@@ -81,32 +75,70 @@ def export(buffer: torch.Tensor) -> bytes:
     return msgspec.msgpack.encode(token)
 
 
+class FileWindow:
+    """Host memory of another worker."""
+
+    def __init__(self, token: MemoryFile):
+        self.pid, self.nbytes = token.pid, token.nbytes
+        self._bytes = _map_file(token)
+
+    def copy_to(self, place: torch.Tensor, offset: int) -> None:
+        """Copy as many bytes as `place` (uint8, on the CPU) has; returns when they are there."""
+        place.copy_(self._bytes[offset : offset + place.numel()])
+
+    def close(self) -> None:
+        pass  # unmapped with the last view
+
+
+class CudaWindow:
+    """GPU memory of another worker, mapped for one of our devices."""
+
+    def __init__(self, token: CudaIpc, device: torch.device):
+        self.pid, self.nbytes, self._device = token.pid, token.nbytes, device
+        with torch.cuda.device(device):
+            self._base = cuda.map_memory(token.handle)
+        self._start = self._base + token.start
+
+    def copy_to(self, place: torch.Tensor, offset: int) -> None:
+        """Enqueue the copy of as many bytes as `place` (uint8, on our device) has, on the current stream."""
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        cuda.copy_memory(place.data_ptr(), self._start + offset, place.numel(), stream)
+
+    def close(self) -> None:
+        with torch.cuda.device(self._device), contextlib.suppress(cuda.CudaError):
+            cuda.unmap_memory(self._base)
+
+
 class Windows:
-    """Windows of other workers, mapped once. Those of processes that are gone are dropped when a new one comes."""
+    """Windows of other workers, mapped once for memory of `device`. Those of processes that are gone are closed when a new one
+    comes."""
 
-    def __init__(self) -> None:
-        self._open: dict[bytes, tuple[int, torch.Tensor]] = {}
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._open: dict[bytes, FileWindow | CudaWindow] = {}
 
-    def view(self, token: bytes, offset: int, nbytes: int) -> torch.Tensor:
-        """Bytes of a window, uint8, to be read only. Raises WindowError."""
-        if token not in self._open:
-            self._open = {t: (pid, w) for t, (pid, w) in self._open.items() if not pid or _lives(pid)}
-            self._open[token] = _map(token)
-        _, window = self._open[token]
-        if offset + nbytes > window.numel():
-            raise WindowError(f"[{offset}, {offset + nbytes}) leaves a window of {window.numel()} bytes")
-        return window[offset : offset + nbytes]
+    def find(self, token: bytes, offset: int, nbytes: int) -> FileWindow | CudaWindow:
+        """The window, in which [offset, offset + nbytes) lies. Raises WindowError."""
+        window = self._open.get(token)
+        if window is None:
+            for gone in [t for t, w in self._open.items() if not os.path.exists(f"/proc/{w.pid}")]:
+                self._open.pop(gone).close()
+            window = self._open[token] = self._map(token)
+        if not 0 <= offset <= offset + nbytes <= window.nbytes:
+            raise WindowError(f"[{offset}, {offset + nbytes}) leaves a window of {window.nbytes} bytes")
+        return window
 
-
-def _map(token: bytes) -> tuple[int, torch.Tensor]:
-    try:
-        found = _DECODER.decode(token)
-    except msgspec.DecodeError as e:
-        raise WindowError(f"not a window: {e}") from None
-    try:
-        return (found.pid, _map_file(found)) if isinstance(found, MemoryFile) else (0, _map_cuda(found))
-    except (OSError, RuntimeError, ValueError) as e:
-        raise WindowError(f"cannot map memory of another worker (same host, user and pid namespace?): {e}") from None
+    def _map(self, token: bytes) -> FileWindow | CudaWindow:
+        try:
+            found = _DECODER.decode(token)
+        except msgspec.DecodeError as e:
+            raise WindowError(f"not a window: {e}") from None
+        if isinstance(found, CudaIpc) != (self._device.type == "cuda"):
+            raise WindowError(f"a window of another kind of memory than ours ({self._device.type})")
+        try:
+            return FileWindow(found) if isinstance(found, MemoryFile) else CudaWindow(found, self._device)
+        except (OSError, ValueError, cuda.CudaError) as e:
+            raise WindowError(f"cannot map memory of another worker (same host, user and namespaces?): {e}") from None
 
 
 def _map_file(token: MemoryFile) -> torch.Tensor:
@@ -124,16 +156,3 @@ def _map_file(token: MemoryFile) -> torch.Tensor:
     with warnings.catch_warnings():  # torch knows no read-only tensors; nothing writes here
         warnings.simplefilter("ignore")
         return torch.frombuffer(mapped, dtype=torch.uint8)
-
-
-def _map_cuda(token: CudaIpc) -> torch.Tensor:
-    handle, counter, event = token.handles
-    size, offset, counter_offset = token.numbers
-    new: Any = torch.UntypedStorage._new_shared_cuda
-    storage = new(token.device, handle, size, offset, counter, counter_offset, event, token.synchronise)
-    empty = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", token.device))
-    return empty.set_(storage, token.start, (token.nbytes,), (1,))
-
-
-def _lives(pid: int) -> bool:
-    return os.path.exists(f"/proc/{pid}")

@@ -1,6 +1,7 @@
-"""``python -m hypic.router.transport.measure``: artifacts between two processes of a host, in host memory: GB/s, round trip.
+"""``python -m hypic.router.transport.measure``: artifacts between two processes of a host: GB/s, round trip.
 
-Three ways: copied out of a window, ZeroMQ over ipc, ZeroMQ over TCP with CURVE.
+Three ways: copied out of a window, ZeroMQ over ipc, ZeroMQ over TCP with CURVE. In host memory, or with ``--device cuda``
+between GPUs, the first and the last that there are. What arrives is compared.
 """
 
 from __future__ import annotations
@@ -29,18 +30,29 @@ KEY, SMALL = bytes(24), bytes([1]) * 24
 SMALL_BYTES = 4096
 
 
-def _mover(way: str, nbytes: int) -> tuple[Mover, torch.Tensor]:
+def _mover(way: str, nbytes: int, device: str) -> tuple[Mover, torch.Tensor]:
     """The engine's own, over an arena."""
     arena = shared_buffer(nbytes + SMALL_BYTES)
+    if device != "cpu":
+        arena = torch.empty(arena.numel(), dtype=torch.uint8, device=device)
     return mover_for(arena, "ipc://", "window" if way == "window" else "socket"), arena
 
 
-def _serve(pipe: Connection, address: str, curve: Curve | None, nbytes: int, way: str) -> None:
+def _content(nbytes: int) -> torch.Tensor:
+    return torch.randint(256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def _devices(kind: str) -> tuple[str, str]:
+    """Of the source and of the sink."""
+    return ("cpu", "cpu") if kind == "cpu" else ("cuda:0", f"cuda:{torch.cuda.device_count() - 1}")
+
+
+def _serve(pipe: Connection, address: str, curve: Curve | None, nbytes: int, way: str, device: str) -> None:
     async def run() -> None:
         transport = ZmqTransport(address, curve)
         bound = await transport.start()
-        mover, arena = _mover(way, nbytes)
-        arena.random_()
+        mover, arena = _mover(way, nbytes, _devices(device)[0])
+        arena.copy_(_content(arena.numel()))
         await mover.offer(transport, KEY, 0, nbytes)
         await mover.offer(transport, SMALL, nbytes, SMALL_BYTES)
         pipe.send((bound, transport.public_key))
@@ -57,7 +69,7 @@ async def _fetch(
     transport = ZmqTransport(address, curve, chunk=args.chunk, window=args.window)
     await transport.start()
     nbytes = args.mib << 20
-    mover, _ = _mover(way, nbytes)
+    mover, arena = _mover(way, nbytes, _devices(args.device)[1])
     rates, trips = [], []
     for _ in range(args.reps + 1):
         receipt, _ = await mover.fetch(transport, peer, KEY, 0, nbytes, 0, 120)
@@ -66,6 +78,8 @@ async def _fetch(
         receipt, _ = await mover.fetch(transport, peer, SMALL, nbytes, SMALL_BYTES, 0, 10)
         trips.append(receipt.waited + receipt.seconds)
     await transport.close()
+    if not torch.equal(arena.cpu(), _content(arena.numel())):
+        raise SystemExit(f"{way}: what arrived is not what was sent")
     return rates[1:], statistics.median(trips)
 
 
@@ -89,7 +103,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             address = f"ipc://{folder}/source" if way != "tcp+curve" else "tcp://127.0.0.1:0"
             ours, theirs = mp.get_context("spawn").Pipe()
             child = mp.get_context("spawn").Process(
-                target=_serve, args=(theirs, address, curves[0], args.mib << 20, way)
+                target=_serve, args=(theirs, address, curves[0], args.mib << 20, way, args.device)
             )
             child.start()
             bound, key = ours.recv()
@@ -107,11 +121,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m hypic.router.transport.measure", description=__doc__)
     parser.add_argument("--mib", type=int, default=160, help="size of the blob (160: 2,048 tokens of Qwen3.5-35B-A3B)")
     parser.add_argument("--reps", type=int, default=5)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--chunk", type=int, default=CHUNK)
     parser.add_argument("--window", type=int, default=WINDOW)
     args = parser.parse_args()
     result = measure(args)
-    settings = {"blob_mib": args.mib, "chunk": args.chunk, "window": args.window, "load": os.getloadavg()[0]}
+    settings = {
+        "blob_mib": args.mib,
+        "chunk": args.chunk,
+        "window": args.window,
+        "load": os.getloadavg()[0],
+        "device": args.device,
+    }
     print(json.dumps({"ways": result, **settings, "machine": machine()}))
 
 

@@ -312,6 +312,37 @@ def test_all_or_nothing_is_reserved(router: LoneRouter, server: Server, write: W
     assert outcomes(ask(server, requests.generate_body(write, [[small]]))) == [("hit_device", None)]
 
 
+@pytest.mark.parametrize("comes", [True, False])
+def test_ordered_while_it_is_on_its_way(router: LoneRouter, server: Server, write: Writer, comes: bool) -> None:
+    """Another request wants compiled here what comes from a peer: the order is answered either way, and peers get it."""
+    document = write.document(N)
+    blob, key = artifact(router, server, document), router.key(document.ids)
+    router.expect(key)
+    assert expect(router, "r1", router.wanted(document.ids)).awaited == (key,)
+    router.tell(router.compile(5, "r2", document.ids))
+    if comes:
+        router.offer(key, blob)
+    else:
+        router.withdraw(key)
+    assert router.hear(m.Arrived).ok == comes
+    done = router.hear(m.Compiled)
+    assert done.ok and done.nbytes == len(blob)
+    assert router.fetch(key, done.nbytes)[0][:64] == blob[:64]
+    router.withdraw(key)
+
+
+def test_a_flush_in_the_middle_fails_what_was_ordered(router: LoneRouter, server: Server, write: Writer) -> None:
+    document = write.document(N)
+    key = router.key(document.ids)
+    router.expect(key)
+    assert expect(router, "r1", router.wanted(document.ids)).awaited == (key,)
+    router.tell(router.compile(5, "r2", document.ids))
+    flush(server)
+    router.withdraw(key)
+    assert not router.hear(m.Compiled).ok
+    assert compiled(router, document, 6).ok
+
+
 def test_cancelled_while_it_is_fetched(router: LoneRouter, server: Server, write: Writer) -> None:
     document = write.document(N)
     key = router.key(document.ids)

@@ -235,10 +235,14 @@ class Sharing:
             )
         if ok:
             store.commit(artifact)
+            if (flights := self._orders.pop(event.key, None)) is not None:  # ordered while it was on its way
+                self._lend(event.key)
+                self._answer(event.key, flights, True, nbytes=artifact.nbytes)
             return
         artifact.source = ""
         if artifact.stale:
             store.unlock(artifact)
+            self._failed(event.key, reason)
         elif not self.manager.compile_instead(artifact):
             if event.key in self._orders:
                 self.manager.start_compile(artifact, None)

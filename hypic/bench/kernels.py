@@ -143,7 +143,7 @@ class Bench:
 
         yield self.timing("compile: keys and gates, one layer", keys, **shape)
         k, g, beta = keys()
-        scratch = TransitionScratch.of(plan, linear.heads, k)
+        scratch = TransitionScratch.of(plan, k, g)
         yield self.timing(
             "compile: T, one layer",
             lambda: gdn_transition(k, g, beta, arena=arena, t_off=t_off, plan=plan, state_dtype=state, scratch=scratch),

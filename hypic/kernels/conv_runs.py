@@ -2,6 +2,9 @@
 
 An input of a token stands in its run, in the window its row starts with, or in the tail of an artifact that was joined
 between two runs; the plan's window codes say where. The output is fp32, for the family's chain kernel to read.
+
+SGLang's pools hold windows as [D, W-1], those of KDA as [W-1, D]: the operations take the view [slots, D, W-1] of
+either, and the tail in a blob lies as a slot does.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ def check_conv(weight: Tensor, activation: str | None, x: Tensor, conv_pool: Ten
             f"x {tuple(x.shape)}, conv_weight {tuple(weight.shape)}, conv_pool {tuple(conv_pool.shape)}: "
             f"expected {dim} channels and a window of {width - 1}"
         )
-    if x.stride(1) != 1 or conv_pool.stride()[1:] != (width - 1, 1):
+    if x.stride(1) != 1 or conv_pool.stride()[1:] not in ((width - 1, 1), (1, dim)):
         raise ValueError(f"x (strides {x.stride()}) and slots of conv_pool ({conv_pool.stride()}) must be contiguous")
 
 
@@ -43,11 +46,13 @@ def convolve_row_torch(
     arena: Tensor,
     c_off: int,
     tail_dtype: torch.dtype,
+    column: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Convolve the run tokens of one row inside its stream.
 
     Args:
         window: [D, W-1] fp32, in front of the row. c_off, tail_dtype: of conv tails in the arena's blobs.
+        column: stride between the inputs of a channel in a tail, as in the pool: 1, or D.
     Returns:
         [M_row, D] fp32, and the window at the row's end.
     """
@@ -59,7 +64,9 @@ def convolve_row_torch(
         at += range(length, length + item.length)
         length += item.length
         if item.art != NO_ARTIFACT:
-            tail = blob_view(arena, item.art + c_off, (dim, back), tail_dtype)
+            shape = (dim, back) if column == 1 else (back, dim)
+            tail = blob_view(arena, item.art + c_off, shape, tail_dtype)
+            tail = tail if column == 1 else tail.t()
             stream.append(tail[:, back - item.own :].t().float())
             length += item.own
     inputs, taps = torch.cat(stream), weight.float()
@@ -114,19 +121,32 @@ def launch_convolve_runs(
         SILU=activation is not None,
         BM=tokens,
         BD=channels,
+        COLUMN=conv_pool.stride(2),
         num_warps=4,
     )
 
 
 @jit
-def load_window(x, conv_pool, arena, code, slot, channels, live, x_stride, pool_stride, c_off, BACK, ITEM_BYTES):
+def in_window(channels, column, BACK, COLUMN):
+    """Where an input stands in a window whose columns are COLUMN apart: 1, or as many as there are channels."""
+    if COLUMN == 1:
+        at = channels * BACK + column
+    else:
+        at = channels + column * COLUMN
+    return at
+
+
+@jit
+def load_window(
+    x, conv_pool, arena, code, slot, channels, live, x_stride, pool_stride, c_off, BACK, ITEM_BYTES, COLUMN=1
+):
     """Inputs at window ``code`` s of ``channels`` (both broadcast to a tile), fp32; 0 where not ``live``."""
     kind, value = code & 3, code >> 2
     found = tl.load(x + value * x_stride + channels, mask=live & (kind == _TOKEN), other=0.0).to(tl.float32)
-    in_pool = conv_pool + slot * pool_stride + channels * BACK + value
+    in_pool = conv_pool + slot * pool_stride + in_window(channels, value, BACK, COLUMN)
     found += tl.load(in_pool, mask=live & (kind == _POOL), other=0.0).to(tl.float32)
     tails = arena.to(tl.pointer_type(conv_pool.dtype.element_ty))
-    in_tail = tails + (value // BACK) // ITEM_BYTES + c_off + channels * BACK + value % BACK
+    in_tail = tails + (value // BACK) // ITEM_BYTES + c_off + in_window(channels, value % BACK, BACK, COLUMN)
     return found + tl.load(in_tail, mask=live & (kind == _ARTIFACT), other=0.0).to(tl.float32)
 
 
@@ -156,6 +176,7 @@ def _convolve_kernel(
     SILU: tl.constexpr,
     BM: tl.constexpr,
     BD: tl.constexpr,
+    COLUMN: tl.constexpr,
 ):
     """One program: BM run tokens, BD channels."""
     BACK: tl.constexpr = W - 1
@@ -174,7 +195,7 @@ def _convolve_kernel(
         code = tl.where(in_run, (token - BACK + j) << 2 | _TOKEN, code)
         inputs = load_window(
             x, conv_pool, arena, code[:, None], slot[:, None], channels[None, :], ok, x_stride, pool_stride, c_off,
-            BACK, ITEM_BYTES,
+            BACK, ITEM_BYTES, COLUMN,
         )  # fmt: skip
         weight = tl.load(conv_weight + channels * weight_stride + j, mask=ok_d, other=0.0).to(tl.float32)
         y += inputs * weight[None, :]
@@ -187,7 +208,22 @@ def _convolve_kernel(
 
 @jit
 def store_row_window(
-    x, conv_pool, arena, row_win, row, slot, first, count, x_stride, pool_stride, c_off, BACK, ITEM_BYTES, BC, BW
+    x,
+    conv_pool,
+    arena,
+    row_win,
+    row,
+    slot,
+    first,
+    count,
+    x_stride,
+    pool_stride,
+    c_off,
+    BACK,
+    ITEM_BYTES,
+    BC,
+    BW,
+    COLUMN=1,
 ):
     """Write the window that a row ends with, for channels [first, first + count) with count <= BC, to its pool slot."""
     c, columns = tl.arange(0, BC), tl.arange(0, BW)
@@ -196,8 +232,8 @@ def store_row_window(
     live = (c < count)[:, None] & (columns < BACK)[None, :]
     window = load_window(
         x, conv_pool, arena, code[None, :], slot, channels[:, None], live, x_stride, pool_stride, c_off, BACK,
-        ITEM_BYTES,
+        ITEM_BYTES, COLUMN,
     )  # fmt: skip
     tl.debug_barrier()
-    at = conv_pool + slot * pool_stride + channels[:, None] * BACK + columns[None, :]
+    at = conv_pool + slot * pool_stride + in_window(channels[:, None], columns[None, :], BACK, COLUMN)
     tl.store(at, window.to(conv_pool.dtype.element_ty), mask=live)

@@ -1,4 +1,4 @@
-"""The seam chain of one GDN layer: runs and artifacts of every request of a batch, in natural order.
+"""The seam chain of one GDN or KDA layer: runs and artifacts of every request of a batch, in natural order.
 
 For each row, state h and conv window thread through its items; an item is a run (tokens that are computed), then
 optionally an artifact (h <- h T + S, its own inputs appended to the window). HYPIC, arXiv 2607.01299.
@@ -60,13 +60,14 @@ def gdn_chain(
 
     Args:
         x: [T, D] projections before the convolution of the whole flattened batch, D = 2 HK K + HV V, [q | k | v].
-        a, b: [T, HV].
-        conv_weight: [D, W]; conv_bias: [D] or None; activation: "silu", "swish" or None; A_log, dt_bias: [HV].
-        conv_pool: [slots, D, W-1], any float type. ssm_pool: [slots, HV, V, K], fp32 or bf16.
+        a, b: [T, HV]. conv_weight: [D, W]; conv_bias: [D] or None; activation: "silu", "swish" or None; A_log, dt_bias:
+            [HV]. With a gate per channel (dt_bias [HV, K]) other a and b, see gdn_inputs.GdnLayer.
+        conv_pool: [slots, D, W-1], any float type; a slot contiguous, or its transpose.
+        ssm_pool: [slots, HV, V, K], fp32 or bf16.
         arena: uint8 [bytes]. t_off, s_off, c_off: byte offsets inside a blob of this layer's T [HV, K, K] and
-            S [HV, V, K] in state_dtype (fp32 or bf16), and conv tail [D, W-1] in the type of conv_pool.
+            S [HV, V, K] in state_dtype (fp32 or bf16), and conv tail [D, W-1] as a slot of conv_pool lies.
         out: [T, HV, V]; only the rows of run tokens are written.
-        scratch: fp32 [>= chain_scratch(plan, D, HV)], free to share between layers of one stream; None: allocated.
+        scratch: fp32 [>= chain_scratch(plan, D, HV, gates)], free to share between layers of one stream; None: allocated.
         precision: of h T in the Triton kernel.
     All other arithmetic is fp32; the state is rounded once, when it goes back to the pool.
 
@@ -87,9 +88,9 @@ def gdn_chain(
         _gdn_chain_torch(layer, x, a, b, conv_pool, ssm_pool, arena, offsets, plan, out, state_dtype)
 
 
-def chain_scratch(plan: ChainPlan, dim: int, num_v_heads: int) -> int:
-    """fp32 elements of scratch that the Triton kernel of :func:`gdn_chain` needs."""
-    return plan.total * (dim + 2 * num_v_heads)
+def chain_scratch(plan: ChainPlan, dim: int, num_v_heads: int, gates: int | None = None) -> int:
+    """fp32 elements of scratch that the Triton kernel of :func:`gdn_chain` needs; ``gates`` of a token, if not HV."""
+    return plan.total * (dim + num_v_heads + (num_v_heads if gates is None else gates))
 
 
 # ---------------------------------------------------------------- torch reference
@@ -116,8 +117,9 @@ def _gdn_chain_torch(
         if fresh:
             windows[r], states[r] = 0.0, 0.0
         y, windows[r] = convolve_row_torch(
-            layer.conv_weight, layer.conv_bias, layer.activation, x, windows[r], row, arena, c_off, conv_pool.dtype
-        )
+            layer.conv_weight, layer.conv_bias, layer.activation, x, windows[r], row, arena, c_off, conv_pool.dtype,
+            conv_pool.stride(2),
+        )  # fmt: skip
         tokens = torch.cat([torch.arange(i.tok, i.tok + i.length, device=x.device) for i in row] or [plan.slot[:0]])
         q, k, v = split_heads_torch(layer, y)
         q, k = (t.repeat_interleave(group, 1).transpose(0, 1) for t in (q, k))
@@ -167,12 +169,12 @@ def _gdn_chain_triton(
         raise ValueError(f"slots of ssm_pool {ssm_pool.stride()} and rows of out {out.stride()} must be contiguous")
     if rows == 0:
         return
+    m, gates = plan.total, layer.dt_bias.numel()
+    size = chain_scratch(plan, layer.dim, hv, gates)
     if scratch is None:
-        scratch = x.new_empty(chain_scratch(plan, layer.dim, hv), dtype=torch.float32)
-    m, key_dim = plan.total, hk * dk
-    q, k, v, g, beta, _ = scratch.split(
-        [m * key_dim, m * key_dim, m * hv * dv, m * hv, m * hv, scratch.numel() - m * (layer.dim + 2 * hv)]
-    )
+        scratch = x.new_empty(size, dtype=torch.float32)
+    parts = [m * n for n in (hk * dk, hk * dk, hv * dv, gates, hv)]
+    q, k, v, g, beta = scratch[:size].split(parts)
     launch_inputs(layer, x, a, b, conv_pool, plan, q, k, v, g, beta, arena, c_off)
     blocks = -(-dv // bv)
     _chain_kernel[(blocks, rows * hv)](
@@ -215,6 +217,8 @@ def _gdn_chain_triton(
         BC=block(-(-layer.dim // (hv * blocks))),
         BW=1 << (layer.width - 2).bit_length(),
         PRECISION=precision,
+        CHANNEL_GATES=layer.channel_gates,
+        COLUMN=conv_pool.stride(2),
         num_warps=8,
     )
 
@@ -260,6 +264,8 @@ def _chain_kernel(
     BC: tl.constexpr,
     BW: tl.constexpr,
     PRECISION: tl.constexpr,
+    CHANNEL_GATES: tl.constexpr,
+    COLUMN: tl.constexpr,
 ):
     """One program: BV rows of the state of one value head of one batch row, through all items."""
     v_block, row, hv = tl.program_id(0), tl.program_id(1) // HV, tl.program_id(1) % HV
@@ -281,7 +287,10 @@ def _chain_kernel(
             k_t = tl.load(k + at * DK + dk, mask=ok_k, other=0.0)
             at = (run + t) * HV + hv
             v_t = tl.load(v + at * DV + dv, mask=ok_v, other=0.0)
-            h *= tl.exp(tl.load(g + at))
+            if CHANNEL_GATES:
+                h *= tl.exp(tl.load(g + at * DK + dk, mask=ok_k, other=0.0))[None, :]
+            else:
+                h *= tl.exp(tl.load(g + at))
             written = tl.load(beta + at) * (v_t - tl.sum(h * k_t[None, :], 1))
             h += written[:, None] * k_t[None, :]
             o = tl.sum(h * q_t[None, :], 1)
@@ -299,5 +308,5 @@ def _chain_kernel(
     per_program: tl.constexpr = (DIM + HV * ((DV + BV - 1) // BV) - 1) // (HV * ((DV + BV - 1) // BV))
     store_row_window(
         x, conv_pool, arena, row_win, row, slot, share * per_program, tl.minimum(DIM - share * per_program, per_program),
-        x_stride, pool_stride, c_off, BACK, ITEM_BYTES, BC, BW,
+        x_stride, pool_stride, c_off, BACK, ITEM_BYTES, BC, BW, COLUMN,
     )  # fmt: skip

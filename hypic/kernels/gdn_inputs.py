@@ -1,4 +1,7 @@
-"""From the projected batch to the inputs of the gated delta rule: causal conv, SiLU, l2norm, gates; for seam chains."""
+"""From the projected batch to the inputs of the gated delta rule: causal conv, SiLU, l2norm, gates; for seam chains.
+
+Gated DeltaNet decays a head by one gate, Kimi delta attention (KDA) each key channel of it by its own; the rest is one.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torch import Tensor
 
 from hypic.kernels._triton import block, constexpr, jit, require_triton, tl
 from hypic.kernels.chain_plans import TOKEN, Runs
-from hypic.kernels.conv_runs import load_window
+from hypic.kernels.conv_runs import check_conv, load_window
 
 L2_EPS = 1e-6
 _TOKEN = constexpr(TOKEN)
@@ -24,7 +27,9 @@ class GdnLayer(NamedTuple):
 
     Attributes:
         conv_weight: [D, W]. conv_bias: [D] or None. activation: "silu", "swish" or None.
-        A_log, dt_bias: [HV].
+        A_log: [HV]. dt_bias: [HV]; or, with a gate per channel (KDA), [HV, K].
+
+    The projections that go with it: a, b [T, HV]; or, with a gate per channel, a [T, HV K], and b holds beta itself.
     """
 
     conv_weight: Tensor
@@ -45,22 +50,24 @@ class GdnLayer(NamedTuple):
     def width(self) -> int:
         return self.conv_weight.shape[1]
 
+    @property
+    def channel_gates(self) -> bool:
+        return self.dt_bias.dim() == 2
+
+    @property
+    def gate_shape(self) -> tuple[int, ...]:
+        """Of the log decay of a token."""
+        return tuple(self.dt_bias.shape)
+
     def check(self, x: Tensor, conv_pool: Tensor) -> None:
         """Raise ValueError if the shapes of the layer, the batch and the pool disagree, or channels are strided."""
-        if self.activation not in (None, "silu", "swish"):
-            raise ValueError(f"activation {self.activation!r}: only silu, swish and None are known")
         if self.num_v_heads % self.num_k_heads:
             raise ValueError(f"{self.num_v_heads} value heads are no multiple of {self.num_k_heads} key heads")
-        want = (self.dim, self.width - 1)
-        if x.shape[1] != self.dim or self.conv_weight.shape[0] != self.dim or tuple(conv_pool.shape[1:]) != want:
-            raise ValueError(
-                f"x {tuple(x.shape)}, conv_weight {tuple(self.conv_weight.shape)}, conv_pool {tuple(conv_pool.shape)}: "
-                f"expected {self.dim} channels and a window of {self.width - 1}"
-            )
-        if x.stride(1) != 1 or conv_pool.stride()[1:] != (self.width - 1, 1):
-            raise ValueError(
-                f"x (strides {x.stride()}) and slots of conv_pool ({conv_pool.stride()}) must be contiguous"
-            )
+        if self.conv_weight.shape[0] != self.dim:
+            raise ValueError(f"conv_weight {tuple(self.conv_weight.shape)}: expected {self.dim} channels")
+        check_conv(self.conv_weight, self.activation, x, conv_pool)
+        if self.channel_gates and self.gate_shape != (self.num_v_heads, self.head_k_dim):
+            raise ValueError(f"dt_bias {self.gate_shape} is not [{self.num_v_heads}, {self.head_k_dim}]")
 
 
 # ---------------------------------------------------------------- torch reference
@@ -94,9 +101,12 @@ def split_heads_torch(layer: GdnLayer, y: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def gates_torch(layer: GdnLayer, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Projections a, b [n, HV] -> log decay g = -exp(A_log) softplus(a + dt_bias) and beta = sigmoid(b), fp32."""
-    g = -layer.A_log.float().exp() * F.softplus(a.float() + layer.dt_bias.float())
-    return g, b.float().sigmoid()
+    """Projections a, b -> log decay g = -exp(A_log) softplus(a + dt_bias), [n, HV] or [n, HV, K], and beta, fp32."""
+    rate = -layer.A_log.float().exp()
+    if layer.channel_gates:
+        a = a.unflatten(1, layer.gate_shape)
+        return rate[:, None] * F.softplus(a.float() + layer.dt_bias.float()), b.float()
+    return rate * F.softplus(a.float() + layer.dt_bias.float()), b.float().sigmoid()
 
 
 # ---------------------------------------------------------------- Triton
@@ -117,7 +127,7 @@ def launch_inputs(
     arena: Tensor,
     c_off: int,
 ) -> None:
-    """One launch: q and k [M, HK, K], v [M, HV, V], g and beta [M, HV], all contiguous fp32.
+    """One launch: q and k [M, HK, K], v [M, HV, V], g [M, HV] or [M, HV, K], beta [M, HV], all contiguous fp32.
 
     Grid: blocks of 16 tokens x heads (q, k, then v). For the few tokens of seams: every tap of the convolution looks up
     where it stands (see chain_plans). The many tokens of a compile go through gdn_keys.
@@ -168,6 +178,8 @@ def launch_inputs(
         BM=tokens,
         BD=block(max(layer.head_k_dim, layer.head_v_dim)),
         VECTOR=gcd(16, layer.head_k_dim, layer.head_v_dim),
+        CHANNEL_GATES=layer.channel_gates,
+        COLUMN=conv_pool.stride(2),
         num_warps=4,
     )
 
@@ -225,6 +237,8 @@ def _inputs_kernel(
     BM: tl.constexpr,
     BD: tl.constexpr,
     VECTOR: tl.constexpr,
+    CHANNEL_GATES: tl.constexpr,
+    COLUMN: tl.constexpr,
 ):
     """One program: BM run tokens of one head; q and k heads are normalised, value heads also give g and beta."""
     BACK: tl.constexpr = W - 1
@@ -250,7 +264,7 @@ def _inputs_kernel(
         code = tl.where(in_run, (token - BACK + j) << 2 | _TOKEN, code)
         inputs = load_window(
             x, conv_pool, arena, code[:, None], slot[:, None], channels[None, :], ok, x_stride, pool_stride, c_off,
-            BACK, ITEM_BYTES,
+            BACK, ITEM_BYTES, COLUMN,
         )  # fmt: skip
         weight = tl.load(conv_weight + channels * weight_stride + j, mask=ok_d, other=0.0).to(tl.float32)
         y += inputs * weight[None, :]
@@ -262,11 +276,19 @@ def _inputs_kernel(
     if is_value:
         hv = head - 2 * HK
         tl.store(v_out + (m[:, None] * HV + hv) * DV + d[None, :], y, mask=ok)
-        pre = tl.load(a + token * a_stride + hv, mask=ok_m, other=0.0).to(tl.float32)
-        log_decay = gate(pre, tl.load(dt_bias + hv).to(tl.float32), tl.load(A_log + hv).to(tl.float32))
-        tl.store(g_out + m * HV + hv, log_decay, mask=ok_m)
-        raw_beta = tl.load(b + token * b_stride + hv, mask=ok_m, other=0.0).to(tl.float32)
-        tl.store(beta_out + m * HV + hv, tl.sigmoid(raw_beta), mask=ok_m)
+        beta = tl.load(b + token * b_stride + hv, mask=ok_m, other=0.0).to(tl.float32)
+        rate = tl.load(A_log + hv).to(tl.float32)
+        if CHANNEL_GATES:
+            ok_k = d < DK
+            ok_g = ok_m[:, None] & ok_k[None, :]
+            pre = tl.load(a + token[:, None] * a_stride + hv * DK + d[None, :], mask=ok_g, other=0.0).to(tl.float32)
+            bias = tl.load(dt_bias + hv * DK + d, mask=ok_k, other=0.0).to(tl.float32)
+            tl.store(g_out + (m[:, None] * HV + hv) * DK + d[None, :], gate(pre, bias[None, :], rate), mask=ok_g)
+        else:
+            pre = tl.load(a + token * a_stride + hv, mask=ok_m, other=0.0).to(tl.float32)
+            tl.store(g_out + m * HV + hv, gate(pre, tl.load(dt_bias + hv).to(tl.float32), rate), mask=ok_m)
+            beta = tl.sigmoid(beta)
+        tl.store(beta_out + m * HV + hv, beta, mask=ok_m)
     else:
         y = tl.where(ok, y, 0.0)
         y = unit_rows(y)

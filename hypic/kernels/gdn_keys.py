@@ -11,6 +11,7 @@ from torch import Tensor
 from hypic.kernels._common import Impl, pick_impl
 from hypic.kernels._triton import block, jit, require_triton, tl
 from hypic.kernels.compile_plans import TransitionPlan
+from hypic.kernels.conv_runs import in_window
 from hypic.kernels.gdn_inputs import GdnLayer, conv_torch, gate, gates_torch, l2norm_torch, unit_rows
 from hypic.kernels.wy import CHUNK
 
@@ -21,7 +22,8 @@ class Keys(NamedTuple):
     """What T is a function of, the rows of all interiors concatenated (M = ``plan.total``).
 
     Attributes:
-        k: [M, HK, K], l2-normalised; bf16 for a 16-bit model, else fp32. g: [M, HV] fp32, log decay. beta: [M, HV] fp32.
+        k: [M, HK, K], l2-normalised; bf16 for a 16-bit model, else fp32. beta: [M, HV] fp32.
+        g: log decay, fp32 [M, HV]; [M, HV, K] where each channel has a gate.
     """
 
     k: Tensor
@@ -53,7 +55,7 @@ def gdn_keys(
     Budget (8,192 tokens, HK = 16, K = 128, bf16): 32 MiB of x read, 32 MiB of k written: 16 us at 4.3 TB/s.
 
     Args:
-        x: [T, D] projections before the convolution. a, b: [T, HV].
+        x: [T, D] projections before the convolution. a, b: [T, HV]; with a gate per channel see gdn_inputs.GdnLayer.
         conv_pool: [slots, D, W-1]; call this *before* the native kernel replaces the windows.
     Raises: ValueError if shapes disagree.
     """
@@ -100,9 +102,9 @@ def _gdn_keys_triton(
         raise ValueError(f"a (strides {a.stride()}) and b ({b.stride()}) must be contiguous in their last dimension")
     hk, hv = layer.num_k_heads, layer.num_v_heads
     k = x.new_empty(plan.total, hk, layer.head_k_dim, dtype=k_dtype)
-    g, beta = (x.new_empty(plan.total, hv, dtype=torch.float32) for _ in range(2))
+    g, beta = (x.new_empty(plan.total, *shape, dtype=torch.float32) for shape in (layer.gate_shape, (hv,)))
     if plan.total:
-        _keys_kernel[(plan.chunks, hk + 1)](
+        _keys_kernel[(plan.chunks, hk + (hv if layer.channel_gates else 1))](
             x,
             a,
             b,
@@ -136,6 +138,8 @@ def _gdn_keys_triton(
             BK=block(layer.head_k_dim),
             BH=block(hv),
             VECTOR=gcd(16, layer.head_k_dim),
+            CHANNEL_GATES=layer.channel_gates,
+            COLUMN=conv_pool.stride(2),
             num_warps=8,
         )
     return Keys(k, g, beta)
@@ -176,8 +180,11 @@ def _keys_kernel(
     BK: tl.constexpr,
     BH: tl.constexpr,
     VECTOR: tl.constexpr,
+    CHANNEL_GATES: tl.constexpr,
+    COLUMN: tl.constexpr,
 ):
-    """One program: the keys of one chunk and key head, or (the last of a chunk) the gates of all its value heads."""
+    """One program: the keys of one chunk and key head; or (the last of a chunk) the gates of all its value heads, of one
+    value head where each channel has a gate."""
     BACK: tl.constexpr = W - 1
     chunk, head = tl.program_id(0), tl.program_id(1)
     seq, row = tl.load(chunk_seq + chunk), tl.load(chunk_row + chunk)
@@ -186,7 +193,16 @@ def _keys_kernel(
     m, token = row + i, tl.load(toks + seq) + row - start + i
     ok_m = m < end
 
-    if head == HK:
+    if head >= HK and CHANNEL_GATES:
+        hv, d = head - HK, tl.arange(0, BK)
+        live = ok_m[:, None] & (d < DK)[None, :]
+        bias = tl.load(dt_bias + hv * DK + d, mask=d < DK, other=0.0).to(tl.float32)
+        pre = tl.load(a + token[:, None] * a_stride + hv * DK + d[None, :], mask=live, other=0.0).to(tl.float32)
+        decay = gate(pre, bias[None, :], tl.load(A_log + hv).to(tl.float32))
+        tl.store(g_out + (m[:, None] * HV + hv) * DK + d[None, :], decay, mask=live)
+        strength = tl.load(b + token * b_stride + hv, mask=ok_m, other=0.0).to(tl.float32)
+        tl.store(beta_out + m * HV + hv, strength, mask=ok_m)
+    elif head >= HK:
         h = tl.arange(0, BH)
         live = ok_m[:, None] & (h < HV)[None, :]
         decay_at = tl.load(A_log + h, mask=h < HV, other=0.0).to(tl.float32)
@@ -209,13 +225,14 @@ def _keys_kernel(
             weight = tl.load(conv_weight + channels * weight_stride + j, mask=ok_d, other=0.0).to(tl.float32)
             y += tl.load(at, mask=ok & in_run[:, None], other=0.0).to(tl.float32) * weight[None, :]
         if (before < BACK) & (tl.load(fresh + seq) == 0):  # the first tokens look into the slot's window
-            window = conv_pool + tl.load(slots + seq) * pool_stride + channels * BACK
+            window = conv_pool + tl.load(slots + seq) * pool_stride
             for r in tl.static_range(BACK):
                 missing = tl.zeros([BK], dtype=tl.float32)
                 for j in tl.static_range(BACK - r):
                     column = before + r + j
                     weight = tl.load(conv_weight + channels * weight_stride + j, mask=ok_d, other=0.0).to(tl.float32)
-                    tap = tl.load(window + column, mask=ok_d & (column < BACK), other=0.0).to(tl.float32)
+                    tap_at = window + in_window(channels, column, BACK, COLUMN)
+                    tap = tl.load(tap_at, mask=ok_d & (column < BACK), other=0.0).to(tl.float32)
                     missing += tap * weight
                 y += tl.where((i == r)[:, None], missing[None, :], 0.0)
         if HAS_BIAS:

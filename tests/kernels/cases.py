@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -49,20 +50,31 @@ def sizes(every: list[Any], interpreted: list[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Heads:
-    """Shape of a GDN layer. Deliberately d_k != d_v, grouped heads and sizes that are no powers of two."""
+    """Shape of a GDN layer. Deliberately d_k != d_v, grouped heads and sizes that are no powers of two.
+
+    ``channels``: a KDA layer instead, with a gate per key channel, windows as [W-1, D], and beta as it is.
+    """
 
     hk: int = 2
     hv: int = 4
     dk: int = 16
     dv: int = 24
     width: int = 4
+    channels: bool = False
 
     @property
     def dim(self) -> int:
         return 2 * self.hk * self.dk + self.hv * self.dv
 
+    @property
+    def gates(self) -> tuple[int, ...]:
+        return (self.hv, self.dk) if self.channels else (self.hv,)
+
     def __str__(self) -> str:
-        return f"hk{self.hk}-hv{self.hv}-dk{self.dk}-dv{self.dv}-w{self.width}"
+        return f"hk{self.hk}-hv{self.hv}-dk{self.dk}-dv{self.dv}-w{self.width}" + "-kda" * self.channels
+
+
+KDA = Heads(2, 2, 16, 24, channels=True)
 
 
 @dataclass
@@ -83,19 +95,22 @@ class Case:
     def __post_init__(self) -> None:
         h, self.rng = self.heads, torch.Generator().manual_seed(self.seed)
         self.x = self.randn(self.tokens, h.dim)
-        self.a, self.b = self.randn(self.tokens, h.hv), self.randn(self.tokens, h.hv)
+        self.a, self.b = self.randn(self.tokens, math.prod(h.gates)), self.randn(self.tokens, h.hv)
+        if h.channels:
+            self.b = self.b.sigmoid()
         self.layer = {
             "conv_weight": self.randn(h.dim, h.width),
             "conv_bias": self.randn(h.dim) if self.bias else None,
             "activation": "silu",
             "A_log": self.randn(h.hv) - 1.5,
-            "dt_bias": self.randn(h.hv),
+            "dt_bias": self.randn(*h.gates),
             "num_k_heads": h.hk,
             "num_v_heads": h.hv,
             "head_k_dim": h.dk,
             "head_v_dim": h.dv,
         }
-        self.conv_pool = torch.full((self.slots, h.dim, h.width - 1), float("nan"), dtype=self.pool_dtype)
+        window = (h.width - 1, h.dim) if h.channels else (h.dim, h.width - 1)
+        self.conv_pool = torch.full((self.slots, *window), float("nan"), dtype=self.pool_dtype)
         self.ssm_pool = torch.full((self.slots, h.hv, h.dv, h.dk), float("nan"), dtype=self.pool_dtype)
         state = self.state_dtype.itemsize
         t_bytes, s_bytes = h.hv * h.dk * h.dk * state, h.hv * h.dv * h.dk * state
@@ -106,6 +121,8 @@ class Case:
         self.arena = torch.full((self.blobs * self.stride,), NAN_BYTE, dtype=torch.uint8)
         for name in ("x", "a", "b", "conv_pool", "ssm_pool", "arena"):
             setattr(self, name, getattr(self, name).to(self.device))
+        if h.channels:
+            self.conv_pool = self.conv_pool.mT
         self.layer = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in self.layer.items()}
 
     def randn(self, *shape: int) -> Tensor:
@@ -120,8 +137,10 @@ class Case:
         return blob_view(self.arena, blob * self.stride + self.s_off, (h.hv, h.dv, h.dk), self.state_dtype)
 
     def c_view(self, blob: int) -> Tensor:
-        h = self.heads
-        return blob_view(self.arena, blob * self.stride + self.c_off, (h.dim, h.width - 1), self.pool_dtype)
+        h, at = self.heads, blob * self.stride + self.c_off
+        if h.channels:
+            return blob_view(self.arena, at, (h.width - 1, h.dim), self.pool_dtype).mT
+        return blob_view(self.arena, at, (h.dim, h.width - 1), self.pool_dtype)
 
     def fill_slot(self, slot: int) -> None:
         self.conv_pool[slot] = self.randn(*self.conv_pool.shape[1:]).to(self.pool_dtype)
@@ -147,8 +166,10 @@ class Case:
         group = h.hv // h.hk
         q, k = (t.view(h.hk, h.dk).repeat_interleave(group, 0) for t in (q, k))
         q, k = (t / (t.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k))
-        g = -p["A_log"].exp() * torch.log1p((self.a[token].cpu().double() + p["dt_bias"]).exp())
-        beta = 1 / (1 + (-self.b[token].cpu().double()).exp())
+        a, beta = self.a[token].cpu().double().view(h.gates), self.b[token].cpu().double()
+        rate = p["A_log"].exp()
+        g = -(rate[:, None] if h.channels else rate) * torch.log1p((a + p["dt_bias"]).exp())
+        beta = beta if h.channels else 1 / (1 + (-beta).exp())
         return [t[None] for t in (q * h.dk**-0.5, k, v.view(h.hv, h.dv), g, beta)], full[:, 1:]
 
     def chain_truth(
@@ -164,7 +185,8 @@ class Case:
             for item in row:
                 for t in range(item.tok, item.tok + item.length):
                     inputs, window = self.token_inputs(window, t)
-                    o, state = naive.gated_delta_net(*inputs, state)
+                    rule = naive.kimi_delta if h.channels else naive.gated_delta_net
+                    o, state = rule(*inputs, state)
                     out[t] = o[0]
                 if item.art >= 0:
                     blob = item.art // self.stride

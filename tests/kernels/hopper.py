@@ -29,6 +29,7 @@ from hypic.kernels import (
     gdn_end_states,
     gdn_inputs,
     gdn_keys,
+    gdn_solve,
     gdn_transition,
     mamba2_chain,
     mamba2_decay,
@@ -49,7 +50,8 @@ KERNELS = {
     gdn_inputs: ["_inputs_kernel"],
     gdn_chain: ["_chain_kernel"],
     gdn_keys: ["_keys_kernel"],
-    gdn_transition: ["_forget_kernel", "_solve_kernel", "_advance_kernel"],
+    gdn_solve: ["_solve_kernel", "_solve_channels_kernel"],
+    gdn_transition: ["_forget_kernel", "_advance_kernel"],
     gdn_end_states: ["_end_states_kernel"],
     conv_runs: ["_convolve_kernel"],
     mamba2_chain: ["_chain_kernel"],
@@ -116,7 +118,8 @@ def recorded() -> Iterator[list[tuple[str, Report]]]:
     reports: list[tuple[str, Report]] = []
     with ExitStack() as stack:
         for module, names in KERNELS.items():
-            stack.enter_context(mock.patch.object(module, "require_triton"))
+            if hasattr(module, "require_triton"):
+                stack.enter_context(mock.patch.object(module, "require_triton"))
             if hasattr(module, "pick_impl"):
                 stack.enter_context(mock.patch.object(module, "pick_impl", return_value="triton"))
             for name in names:
@@ -125,9 +128,16 @@ def recorded() -> Iterator[list[tuple[str, Report]]]:
 
 
 def compile_all(
-    hk: int, hv: int, dk: int, dv: int, kv_heads: int, kv_dim: int, state_dtype: torch.dtype = torch.float32
+    hk: int,
+    hv: int,
+    dk: int,
+    dv: int,
+    kv_heads: int = 0,
+    kv_dim: int = 0,
+    state_dtype: torch.dtype = torch.float32,
+    channel_gates: bool = False,
 ) -> list[tuple[str, Report]]:
-    """Every operation in bf16 at one shape. Returns (kernel, report) per launch."""
+    """Every operation in bf16 at one shape, those of attention if it has KV heads. Returns (kernel, report) per launch."""
     n, width, dim = 64, 4, 2 * hk * dk + hv * dv
     bf16 = {"dtype": torch.bfloat16}
     arena = torch.empty(1 << 20, dtype=torch.uint8)
@@ -136,7 +146,7 @@ def compile_all(
         "conv_bias": None,
         "activation": "silu",
         "A_log": torch.empty(hv),
-        "dt_bias": torch.empty(hv),
+        "dt_bias": torch.empty((hv, dk) if channel_gates else hv),
         "num_k_heads": hk,
         "num_v_heads": hv,
         "head_k_dim": dk,
@@ -144,6 +154,9 @@ def compile_all(
         "conv_pool": torch.empty(2, dim, width - 1, **bf16),
     }
     x, a, b = torch.empty(n, dim, **bf16), torch.empty(n, hv, **bf16), torch.empty(n, hv, **bf16)
+    if channel_gates:
+        layer["conv_pool"] = torch.empty(2, width - 1, dim, **bf16).mT
+        a, b = torch.empty(n, hv * dk, **bf16), torch.empty(n, hv)
     offsets = {"arena": arena, "t_off": 256, "s_off": 512, "state_dtype": state_dtype}
     pools = [torch.empty(8, kv_heads, kv_dim, **bf16) for _ in range(2)]
     with recorded() as reports:
@@ -164,6 +177,8 @@ def compile_all(
             )
         end_states = gdn_end_states.EndStatesPlan.build(slot=[0], seam=[0], ends=[True], blob=[0], device="cpu")
         gdn_end_states.gdn_end_states(*[torch.empty(2, hv, dv, dk)] * 2, **offsets, plan=end_states, impl="triton")
+        if not kv_heads:
+            return reports
         interiors = relocate.InteriorPlan.build(blob_kv=[0], count=[3], slots=[1, 2, 3], shift=[3], device="cpu")
         rotary = {"cos_sin": torch.empty(64, kv_dim // 4), "rotary_dim": kv_dim // 4, "is_neox": True}
         relocate.relocate_interiors(arena, interiors, pools, pools, **rotary, impl="triton")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import Case, Heads, Target, assert_close, sizes
+from cases import KDA, Case, Heads, Target, assert_close, sizes
 
 from hypic.kernels.gdn_chain import ChainItem, gdn_chain
 
@@ -28,9 +28,11 @@ def check(
 
 
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "continued"])
-@pytest.mark.parametrize("length", RUN)
-def test_one_run(length: int, fresh: bool, target: Target) -> None:
-    case = Case(Heads(), tokens=length + 3, seed=length, device=target.device)
+@pytest.mark.parametrize(
+    ("length", "heads"), [(n, Heads()) for n in RUN] + [(n, KDA) for n in sizes(RUN, [7])], ids=str
+)
+def test_one_run(length: int, fresh: bool, heads: Heads, target: Target) -> None:
+    case = Case(heads, tokens=length + 3, seed=length, device=target.device)
     check(case, target, [[ChainItem(2, length)]], [3], [fresh])
 
 
@@ -54,7 +56,16 @@ def rag(case: Case) -> tuple[list[list[ChainItem]], list[int], list[bool]]:
 
 
 @pytest.mark.parametrize(
-    "heads", [Heads(), Heads(1, 1, 5, 3), Heads(2, 2, 24, 16, width=2), Heads(1, 3, 16, 40, width=5)], ids=str
+    "heads",
+    [
+        Heads(),
+        Heads(1, 1, 5, 3),
+        Heads(2, 2, 24, 16, width=2),
+        Heads(1, 3, 16, 40, width=5),
+        KDA,
+        Heads(1, 3, 5, 40, width=5, channels=True),
+    ],
+    ids=str,
 )
 def test_rows_of_seams_and_artifacts(heads: Heads, target: Target) -> None:
     case = Case(heads, tokens=26, blobs=4 if heads.width == 4 else 2, device=target.device)
@@ -81,8 +92,9 @@ def test_the_side_of_T_matters(target: Target) -> None:
     assert ((case.ssm_pool.cpu() - ssm_truth).abs().amax((1, 2, 3))[slot] > 0.1).all()
 
 
-def test_pools_in_bf16_are_rounded_once(target: Target) -> None:
-    case = Case(Heads(), tokens=26, pool_dtype=torch.bfloat16, device=target.device)
+@pytest.mark.parametrize("heads", [Heads(), KDA], ids=str)
+def test_pools_in_bf16_are_rounded_once(heads: Heads, target: Target) -> None:
+    case = Case(heads, tokens=26, pool_dtype=torch.bfloat16, device=target.device)
     check(case, target, *rag(case), tol=1e-2)
 
 
@@ -93,9 +105,10 @@ def test_artifacts_in_bf16_are_read_as_they_are(heads: Heads, target: Target) ->
     check(case, target, *rag(case))
 
 
-def test_model_in_bf16(target: Target) -> None:
+@pytest.mark.parametrize("heads", [Heads(), KDA], ids=str)
+def test_model_in_bf16(heads: Heads, target: Target) -> None:
     """Projections, parameters and outputs in bf16, as on a GPU: only the output is rounded."""
-    case = Case(Heads(), tokens=26, device=target.device)
+    case = Case(heads, tokens=26, device=target.device)
     case.x, case.a, case.b = case.x.bfloat16(), case.a.bfloat16(), case.b.bfloat16()
     case.layer |= {name: case.layer[name].bfloat16() for name in ("conv_weight", "conv_bias", "dt_bias")}
     rows, slot, fresh = rag(case)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import BF16, INTERPRETED, Case, Heads, Target, assert_close
+from cases import BF16, INTERPRETED, KDA, Case, Heads, Target, assert_close
 
 from hypic.kernels.gdn_keys import Keys, TransitionPlan, gdn_keys
 
@@ -47,7 +47,11 @@ ROWS = [1, 12, 13, 34], [10, 1, 0, 100], [True, False, False, False], [8, 0, 0, 
 """tok, length, fresh, skip: a seam before a short interior, one token, none, and more than a chunk."""
 
 
-@pytest.mark.parametrize("heads", [Heads(), Heads(1, 1, 5, 3), Heads(1, 3, 16, 40, width=5)], ids=str)
+@pytest.mark.parametrize(
+    "heads",
+    [Heads(), Heads(1, 1, 5, 3), Heads(1, 3, 16, 40, width=5), KDA, Heads(1, 3, 5, 40, width=5, channels=True)],
+    ids=str,
+)
 @pytest.mark.parametrize("rows", [ROWS, ([0, 66], [65, 64], [True, False], [0, 64])], ids=["mixed", "edges"])
 def test_keys_and_gates_of_interiors(
     heads: Heads, rows: tuple[list[int], list[int], list[bool], list[int]], target: Target

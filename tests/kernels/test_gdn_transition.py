@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from cases import Case, Heads, Target, assert_close, sizes
+from cases import KDA, Case, Heads, Target, assert_close, sizes
 
 from hypic.algebra import families, fold
 from hypic.kernels.gdn_transition import FORGOTTEN, TransitionPlan, TransitionScratch, gdn_transition
@@ -21,7 +21,7 @@ def random_inputs(case: Case, n: int, forgetful: bool = False) -> Inputs:
     """k, g, beta. Unless ``forgetful``, T stays of order 1 over all n tokens, so that its errors are seen."""
     h = case.heads
     k = torch.nn.functional.normalize(case.randn(n, h.hk, h.dk), dim=-1)
-    g, beta = -case.randn(n, h.hv).abs(), case.randn(n, h.hv).sigmoid()
+    g, beta = -case.randn(n, *h.gates).abs(), case.randn(n, h.hv).sigmoid()
     if not forgetful:
         g, beta = g / max(n, 10), beta * min(1.0, 1.5 * h.dk / max(n, 1))
     return k.to(case.device), g.to(case.device), beta.to(case.device)
@@ -30,8 +30,9 @@ def random_inputs(case: Case, n: int, forgetful: bool = False) -> Inputs:
 def truth(case: Case, inputs: Inputs, part: slice = slice(None)) -> torch.Tensor:
     """T without any shortcut for heads that forget."""
     k, g, beta = (t[part].cpu().double() for t in inputs)
-    no_values = torch.zeros(*g.shape, case.heads.dv, dtype=torch.float64)
-    steps = families.gated_delta_net(k.repeat_interleave(case.heads.hv // case.heads.hk, 1), no_values, g, beta)
+    no_values = torch.zeros(*beta.shape, case.heads.dv, dtype=torch.float64)
+    one_token = families.kimi_delta if case.heads.channels else families.gated_delta_net
+    steps = one_token(k.repeat_interleave(case.heads.hv // case.heads.hk, 1), no_values, g, beta)
     whole = fold(steps) if len(steps) else type(steps).identity(case.s_view(0).cpu().double())
     return whole.T
 
@@ -56,7 +57,7 @@ def run(
         first=first,
         device=case.device,
     )
-    scratch = TransitionScratch.of(plan, case.heads.hv, inputs[0])
+    scratch = TransitionScratch.of(plan, *inputs[:2])
     for part in scratch:
         part.view(torch.uint8).fill_(0xFF)
     options = target.dots | {"precision": precision}
@@ -72,27 +73,45 @@ def assert_only_written(case: Case, blobs: list[int]) -> None:
     assert (case.arena == 0xFF).all()
 
 
+@pytest.mark.parametrize("heads", [Heads(), KDA], ids=str)
 @pytest.mark.parametrize("forgetful", [False, True], ids=["remembers", "forgets"])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_one_interior(length: int, forgetful: bool, target: Target) -> None:
-    case = Case(Heads(), tokens=0, seed=length, device=target.device)
+def test_one_interior(length: int, forgetful: bool, heads: Heads, target: Target) -> None:
+    case = Case(heads, tokens=0, seed=length, device=target.device)
     inputs = random_inputs(case, length, forgetful)
     run(case, target, inputs, [length], [1], [True])
     assert_close(case.t_view(1), truth(case, inputs), 2e-5)
     assert_only_written(case, [1])
 
 
+def test_channels_that_decay_at_once(target: Target) -> None:
+    """Some channels forget within a token, others never: e^-G is out of range, but every factor of T stays in it."""
+    case, n = Case(KDA, tokens=0, device=target.device), 130
+    k, g, beta = random_inputs(case, n)
+    g[:, :, ::3] = -60.0
+    g[:, 1, 1] = -1e4
+    run(case, target, (k, g, beta), [n], [1], [True])
+    t = truth(case, (k, g, beta))
+    assert t.norm() > 0.5
+    assert_close(case.t_view(1), t, 2e-5)
+
+
+@pytest.mark.parametrize("heads", [Heads(), KDA], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
-def test_repeated_tokens_stay_accurate(dtype: torch.dtype, target: Target) -> None:
+def test_repeated_tokens_stay_accurate(dtype: torch.dtype, heads: Heads, target: Target) -> None:
     """All keys alike, no decay, beta near 1: where a product of powers of the triangular matrix would blow up."""
-    case, n = Case(Heads(), tokens=0, device=target.device), 100
+    case, n = Case(heads, tokens=0, device=target.device), 100
     k, g, beta = random_inputs(case, n)
     inputs = k[:1].expand_as(k).contiguous().to(dtype), torch.zeros_like(g), torch.full_like(beta, 0.98)
     run(case, target, inputs, [n], [1], [True])
     assert_close(case.t_view(1), truth(case, inputs), 2e-5 if dtype == torch.float32 else 2**-8)
 
 
-@pytest.mark.parametrize("heads", [Heads(1, 1, 5, 3), Heads(2, 2, 24, 16), Heads(1, 2, 70, 90)], ids=str)
+@pytest.mark.parametrize(
+    "heads",
+    [Heads(1, 1, 5, 3), Heads(2, 2, 24, 16), Heads(1, 2, 70, 90), Heads(1, 2, 5, 3, channels=True)],
+    ids=str,
+)
 def test_many_interiors(heads: Heads, target: Target) -> None:
     case = Case(heads, tokens=0, device=target.device)
     lengths, blobs = [9, 0, 65, 66], [2, 0, 3, 1]
@@ -103,10 +122,11 @@ def test_many_interiors(heads: Heads, target: Target) -> None:
     assert_only_written(case, blobs)
 
 
+@pytest.mark.parametrize("heads", [Heads(), KDA], ids=str)
 @pytest.mark.parametrize("cuts", [[], [1], [64], [7, 70, 70, 129]], ids=str)
-def test_chunked_compile_accumulates(cuts: list[int], target: Target) -> None:
+def test_chunked_compile_accumulates(cuts: list[int], heads: Heads, target: Target) -> None:
     """A segment that is compiled in pieces, beside another one that changes its neighbours, equals one pass."""
-    case, n = Case(Heads(), tokens=0, device=target.device), 200
+    case, n = Case(heads, tokens=0, device=target.device), 200
     inputs = random_inputs(case, n)
     for i, (lo, hi) in enumerate(itertools.pairwise([0, *cuts, n])):
         k, g, beta = (t[lo:hi] for t in inputs)
@@ -126,10 +146,11 @@ def test_T_in_bf16_is_rounded_once_per_call(cuts: list[int], target: Target) -> 
     assert_only_written(case, [2])
 
 
+@pytest.mark.parametrize("heads", [Heads(), KDA], ids=str)
 @pytest.mark.parametrize("length", sizes([1, 7, 63, 64, 65, 500, 1000], [1, 7, 65, 130]))
-def test_keys_of_16_bits(length: int, target: Target) -> None:
+def test_keys_of_16_bits(length: int, heads: Heads, target: Target) -> None:
     """Operands are rounded, T stays in fp32 between chunks: off by no more than rounding the keys makes it, times two."""
-    case = Case(Heads(), tokens=0, seed=length, device=target.device)
+    case = Case(heads, tokens=0, seed=length, device=target.device)
     exact = random_inputs(case, length)
     inputs = exact[0].to(HALF), *exact[1:]
     run(case, target, inputs, [length], [1], [True])
@@ -173,6 +194,20 @@ def test_a_head_that_forgets_is_zero_beside_one_that_remembers(target: Target) -
     assert_only_written(case, [0, 2])
 
 
+def test_a_head_forgets_only_if_all_its_channels_do(target: Target) -> None:
+    """The bound is the sum of each token's slowest channel, whichever that is."""
+    case, n = Case(KDA, tokens=0, device=target.device), 130
+    k, g, beta = random_inputs(case, n)
+    g[:] = -1.0
+    g[:, 0, 3] = (FORGOTTEN + 0.01) / n
+    g[::2, 1, 3] = g[1::2, 1, 4] = (FORGOTTEN - 0.01) / n
+    run(case, target, (k, g, beta), [n], [2], [True])
+    t = truth(case, (k, g, beta))
+    assert (case.t_view(2)[1] == 0).all() and 0 < t[1].norm() < 4.0 * 2.1e-9
+    assert (case.t_view(2)[0] != 0).any()
+    torch.testing.assert_close(case.t_view(2)[0].cpu().double(), t[0], rtol=1e-3, atol=1e-13)
+
+
 @pytest.mark.parametrize("when", [0, 1])
 def test_what_is_forgotten_in_one_call_stays_forgotten(when: int, target: Target) -> None:
     case, n = Case(Heads(), tokens=0, device=target.device), 80
@@ -190,6 +225,8 @@ def test_wrong_shapes_are_refused(target: Target) -> None:
     k, g, beta = random_inputs(case, 4)
     with pytest.raises(ValueError, match="disagree"):
         run(case, target, (k, g[:3], beta), [4], [0], [True])
+    with pytest.raises(ValueError, match="disagree"):
+        run(case, target, (k, g[..., None].expand(-1, -1, 3).contiguous(), beta), [4], [0], [True])
     with pytest.raises(ValueError, match="disagree"):
         run(case, target, (k, g, beta), [3], [0], [True])
     if target.impl == "triton":

@@ -30,6 +30,7 @@ def test_triton_kernels_under_the_interpreter() -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
+KIMI = {"hk": 32, "hv": 32, "dk": 128, "dv": 128, "channel_gates": True}
 QWEN35 = {"hk": 16, "hv": 32, "dk": 128, "dv": 128, "kv_heads": 2, "kv_dim": 256}
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3.5-35b-a3b": QWEN35,
@@ -67,6 +68,18 @@ def test_mamba2_kernels_compile_for_hopper(shape: dict[str, Any]) -> None:
     assert [name for name, _ in reports] == [
         "_convolve_kernel", "_chain_kernel", "_log_decay_kernel", "_decay_end_states_kernel",
     ]  # fmt: skip
+    for name, report in reports:
+        assert report.shared_bytes <= 227 * 1024, f"{name}: {report}"
+        assert report.spill_bytes == 0, f"{name}: {report}"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs the compiler")
+@pytest.mark.parametrize("shape", [KIMI, {"hk": 1, "hv": 3, "dk": 48, "dv": 80, "channel_gates": True}])
+def test_kda_kernels_compile_for_hopper(shape: dict[str, Any]) -> None:
+    from hopper import compile_all
+
+    reports = compile_all(**shape)
+    assert len(reports) == 10
     for name, report in reports:
         assert report.shared_bytes <= 227 * 1024, f"{name}: {report}"
         assert report.spill_bytes == 0, f"{name}: {report}"

@@ -29,7 +29,10 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "state_dtype": (lambda name: name in ("auto", "float32", "bfloat16"), "write auto, float32 or bfloat16"),
     "router": (lambda a: not a or a.startswith(("ipc://", "tcp://")), "write ipc:///PATH or tcp://HOST:PORT"),
     "worker": (lambda n: bool(re.fullmatch(r"[A-Za-z0-9_-]{0,64}", n)), "write letters, digits, - and _, at most 64"),
-    "transport": (lambda way: way in ("auto", "window", "socket"), "write auto, window or socket"),
+    "transport": (
+        lambda way: way in ("auto", "window", "socket", "mooncake", "mooncake-tcp"),
+        "write auto, window, socket, mooncake or mooncake-tcp",
+    ),
     "data": (lambda a: not a or a.startswith(("ipc://", "tcp://")), "write ipc:///PATH or tcp://HOST:PORT"),
 }
 
@@ -50,7 +53,8 @@ class HypicConfig(msgspec.Struct, frozen=True, kw_only=True):
         router: address of the router's control socket that this server is a worker of; "" serves alone.
         worker: its name there.
         data: address of the socket that serves its artifacts to other workers.
-        transport: how artifacts come from other workers: "window" (mapped memory, inside a host), "socket", or "auto".
+        transport: how artifacts come from other workers: "window" (mapped memory, inside a host), "socket",
+            "mooncake" (RDMA between hosts), "mooncake-tcp" (to try it out), or "auto".
         curve_secret: file of this worker's CURVE key pair; needed for tcp addresses.
         curve_allowed: folder of the public keys that may connect to it.
         router_key: file of the router's public key.

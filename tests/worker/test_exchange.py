@@ -52,7 +52,7 @@ class Rig:
     def __init__(self, member: Membership, blob: bytes = b"", windows: bool = False):
         self.arena = shared_buffer(1 << 16).zero_()
         self.arena[: len(blob)] = torch.frombuffer(bytearray(blob), dtype=torch.uint8) if blob else 0
-        mover = WindowMover(self.arena) if windows else SocketMover(DirectMemory(self.arena))
+        mover = WindowMover(self.arena, Windows(self.arena)) if windows else SocketMover(DirectMemory(self.arena))
         self.exchange = Exchange(member, b"identity", mover)
         self.exchange.start()
         self._seen: list[ClusterEvent] = []
@@ -235,7 +235,8 @@ def test_what_was_withdrawn_during_the_copy_is_dropped(
 def test_a_window_is_the_memory_itself() -> None:
     buffer = shared_buffer(4096)
     buffer[:] = torch.arange(4096, dtype=torch.int64).to(torch.uint8)
-    windows, token = Windows(buffer.device), export(buffer)
+    windows = Windows(shared_buffer(64))
+    token = export(buffer)
     window, place = windows.find(token, 100, 10), torch.zeros(10, dtype=torch.uint8)
     buffer[100] = 7
     window.copy_to(place, 100)
@@ -248,7 +249,7 @@ def test_a_window_is_the_memory_itself() -> None:
 def test_a_window_on_a_gpu_is_refused_where_there_is_none() -> None:
     token = msgspec.msgpack.encode(["CudaIpc", 1, bytes(64), 0, 4096])
     with pytest.raises(WindowError, match="another kind of memory"):
-        Windows(torch.device("cpu")).find(token, 0, 16)
+        Windows(shared_buffer(64)).find(token, 0, 16)
 
 
 @pytest.mark.parametrize("token", ["garbage", "other file", "closed", "size", "no process"])
@@ -265,7 +266,7 @@ def test_what_is_no_window_is_not_mapped(token: str, tmp_path: Path) -> None:
             "no process": msgspec.msgpack.encode([mine[0], 2**22 + 1, *mine[2:]]),
         }[token]
         with pytest.raises(WindowError):
-            Windows(torch.device("cpu")).find(forged, 0, 16)
+            Windows(shared_buffer(64)).find(forged, 0, 16)
 
 
 def test_host_memory_without_a_file_has_no_window() -> None:

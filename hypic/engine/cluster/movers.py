@@ -10,7 +10,8 @@ from typing import Protocol
 import torch
 
 from hypic.engine.cluster.memory import HostMemory, host_memory
-from hypic.engine.cluster.windows import CudaWindow, FileWindow, WindowError, Windows, export
+from hypic.engine.cluster.mooncake import MooncakeWindow, MooncakeWindows
+from hypic.engine.cluster.windows import CudaWindow, FileWindow, WindowError, Windows
 from hypic.router.transport import Peer, Receipt, TransferError
 from hypic.router.transport.zmq_blobs import ZmqTransport
 
@@ -44,15 +45,19 @@ def mover_for(buffer: torch.Tensor, address: str, way: str) -> Mover:
     Args:
         buffer: the arena's.
         address: of the socket at which this worker serves.
-        way: "socket", "window", or "auto": windows inside a host.
+        way: "socket", "window", "mooncake", "mooncake-tcp", or "auto": windows inside a host, else sockets.
 
     Raises:
-        WindowError: "window" is not possible here.
+        WindowError: what was asked for is not possible here.
     """
     if way == "socket" or (way == "auto" and not address.startswith("ipc://")):
         return SocketMover(host_memory(buffer))
+    if way.startswith("mooncake"):
+        scheme, _, rest = address.partition("://")
+        host = rest.rpartition(":")[0] if scheme == "tcp" else "127.0.0.1"
+        return WindowMover(buffer, MooncakeWindows(buffer, host, "tcp" if way == "mooncake-tcp" else "rdma"))
     try:
-        return WindowMover(buffer)
+        return WindowMover(buffer, Windows(buffer))
     except WindowError as e:
         if way == "window":
             raise
@@ -85,15 +90,16 @@ class WindowMover:
     to give the memory to something else meanwhile, its answer to `Confirm` is no, and what was copied is dropped.
     """
 
-    def __init__(self, buffer: torch.Tensor):
-        self._buffer, self._token, self._windows = buffer, export(buffer), Windows(buffer.device)
+    def __init__(self, buffer: torch.Tensor, windows: Windows | MooncakeWindows):
+        self._buffer, self._windows = buffer, windows
         self._memory = host_memory(buffer)
         self._cuda = buffer.device.type == "cuda"
-        self._stream = torch.cuda.Stream(buffer.device) if self._cuda else None
+        enqueued = self._cuda and isinstance(windows, Windows)
+        self._stream = torch.cuda.Stream(buffer.device) if enqueued else None
 
     async def offer(self, transport: ZmqTransport, key: bytes, offset: int, nbytes: int) -> None:
         bytes_ = None if self._cuda else await self._memory.readable(offset, nbytes)
-        transport.offer_place(key, self._token, offset, nbytes, bytes_)
+        transport.offer_place(key, self._windows.token, offset, nbytes, bytes_)
 
     async def fetch(
         self, transport: ZmqTransport, peer: Peer, key: bytes, offset: int, nbytes: int, head: int, timeout: float
@@ -123,8 +129,10 @@ class WindowMover:
         try:
             await asyncio.shield(copying)
         except asyncio.CancelledError:
-            await copying
+            await asyncio.gather(copying, return_exceptions=True)
             raise
+        except WindowError as e:
+            raise TransferError("window", str(e)) from None
         left = max(timeout - (time.perf_counter() - asked), 0.1)
         if not await transport.confirm(peer, key, found.stamp, left):
             raise TransferError("gone", "withdrawn while it was copied")
@@ -133,7 +141,7 @@ class WindowMover:
         transport.stats.receive_seconds += seconds
         return Receipt(nbytes, began - asked, seconds, 0), place[:head].cpu().numpy().tobytes()
 
-    async def _copy(self, window: FileWindow | CudaWindow, offset: int, place: torch.Tensor) -> None:
+    async def _copy(self, window: FileWindow | CudaWindow | MooncakeWindow, offset: int, place: torch.Tensor) -> None:
         if self._stream is None:
             await asyncio.to_thread(window.copy_to, place, offset)
             return

@@ -111,10 +111,15 @@ class CudaWindow:
 
 class Windows:
     """Windows of other workers, mapped once for memory of `device`. Those of processes that are gone are closed when a new one
-    comes."""
+    comes.
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    Args:
+        buffer: our arena, which others may map by `token`. Raises WindowError.
+    """
+
+    def __init__(self, buffer: torch.Tensor):
+        self._device = buffer.device
+        self.token = export(buffer)
         self._open: dict[bytes, FileWindow | CudaWindow] = {}
 
     def find(self, token: bytes, offset: int, nbytes: int) -> FileWindow | CudaWindow:

@@ -28,6 +28,7 @@ from hypic.router.transport.zmq_blobs import CHUNK, WINDOW, ZmqTransport
 
 KEY, SMALL = bytes(24), bytes([1]) * 24
 SMALL_BYTES = 4096
+_OPTIONAL = ("mooncake", "mooncake-tcp")
 
 
 def _mover(way: str, nbytes: int, device: str) -> tuple[Mover, torch.Tensor]:
@@ -35,7 +36,7 @@ def _mover(way: str, nbytes: int, device: str) -> tuple[Mover, torch.Tensor]:
     arena = shared_buffer(nbytes + SMALL_BYTES)
     if device != "cpu":
         arena = torch.empty(arena.numel(), dtype=torch.uint8, device=device)
-    return mover_for(arena, "ipc://", "window" if way == "window" else "socket"), arena
+    return mover_for(arena, "ipc://", way if way in _OPTIONAL or way == "window" else "socket"), arena
 
 
 def _content(nbytes: int) -> torch.Tensor:
@@ -86,7 +87,7 @@ async def _fetch(
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Each way: GB/s from the call to the last byte in place, and the time of a request for 4 KiB and its answer."""
     out: dict[str, Any] = {}
-    for way in ("window", "ipc", "tcp+curve"):
+    for way in ("window", "ipc", "tcp+curve", *args.also):
         folder = make_folder()
         try:
             curves: list[Curve | None] = [None, None]
@@ -121,6 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m hypic.router.transport.measure", description=__doc__)
     parser.add_argument("--mib", type=int, default=160, help="size of the blob (160: 2,048 tokens of Qwen3.5-35B-A3B)")
     parser.add_argument("--reps", type=int, default=5)
+    parser.add_argument("--also", action="append", choices=_OPTIONAL, default=[], help="ways that need a package")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--chunk", type=int, default=CHUNK)
     parser.add_argument("--window", type=int, default=WINDOW)

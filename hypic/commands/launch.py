@@ -18,7 +18,8 @@ from hypic.commands.flags import take_hypic_flags
 from hypic.commands.serve import ServeError, flag_value, sglang_argv, wants_cpu
 from hypic.config import ConfigError, from_env
 from hypic.router.costs import CostsError, read_costs
-from hypic.router.launch.plan import LaunchError, Layout, processes
+from hypic.router.launch.nursery import Nursery
+from hypic.router.launch.plan import LaunchError, Layout, common_env, processes
 from hypic.router.launch.supervisor import Supervisor
 from hypic.router.transport.security import make_folder
 
@@ -92,10 +93,11 @@ async def _run(layout: Layout, least: int, stagger: bool) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, stopped.set)
     folder = make_folder()
-    supervisor = None
+    supervisor = nursery = None
     try:
         front, children = processes(layout, folder, secrets.token_urlsafe(32), os.environ)
-        supervisor = Supervisor(front, children, folder, stagger)
+        nursery = Nursery(common_env(layout, os.environ)) if layout.cpu else None
+        supervisor = Supervisor(front, children, folder, stagger, nursery=nursery)
         serving = asyncio.create_task(_serve(supervisor, least))
         stop = asyncio.create_task(stopped.wait())
         await asyncio.wait((serving, stop), return_when=asyncio.FIRST_COMPLETED)
@@ -104,6 +106,8 @@ async def _run(layout: Layout, least: int, stagger: bool) -> int:
         serving.cancel()
         return 0
     finally:
+        if nursery is not None:
+            nursery.close()
         if supervisor is not None:
             await supervisor.stop()
         shutil.rmtree(folder, ignore_errors=True)

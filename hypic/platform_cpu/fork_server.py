@@ -19,6 +19,7 @@ _PRELOAD = ["sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_ma
 _ENTRIES = ("run_scheduler_process", "run_detokenizer_process")
 
 _started = False
+_inherited = False
 
 
 def start() -> None:
@@ -27,13 +28,25 @@ def start() -> None:
     From here on :func:`launch` forks what SGLang would spawn. The environment must be set up: plugins load in there, too.
     """
     global _started
+    if _inherited:
+        return
     mp.set_forkserver_preload(_PRELOAD)
     forkserver.ensure_running()
     _started = True
 
 
+def inherit() -> None:
+    """This process was forked itself from one that has imported SGLang: :func:`start` has nothing to do, and what SGLang would
+    spawn is forked from here."""
+    global _started, _inherited
+    _started = _inherited = True
+
+
 def use() -> None:
     """Make the fork server the start method of this process: SGLang has just chosen "spawn"."""
+    if _inherited:
+        mp.set_start_method("fork", force=True)
+        return
     mp.set_start_method("forkserver", force=True)
     mp.set_forkserver_preload(_PRELOAD)
 

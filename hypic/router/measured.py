@@ -9,7 +9,7 @@ import msgspec
 
 from hypic.router import messages as m
 from hypic.router.costs import Costs
-from hypic.router.rate import EWMA, Window, extended
+from hypic.router.rate import Window, extended
 
 BUILT_IN = Costs(
     source="built in, until measured",
@@ -22,6 +22,8 @@ BUILT_IN = Costs(
 """What is reckoned with before anything was measured. Cautious about what a worker does, hopeful about what scatter gains:
 the first long request must be scattered for anything to be measured."""
 
+_EWMA = 0.25
+"""Weight of the newest round trip."""
 _FROM_SHAPE = ("artifact_bytes", "artifact_token_bytes", "seam_window", "forward_tokens")
 
 
@@ -30,8 +32,8 @@ class Measured:
 
     def __init__(self, costs: Costs):
         self.costs = costs
-        self.transfers = 0
         self._windows: dict[str, Window] = {}
+        """Transfers into each worker."""
 
     def hello(self, hello: m.Hello) -> None:
         """Sizes of this model's artifacts and passes; 0 is unknown."""
@@ -42,12 +44,12 @@ class Measured:
         """`worker` received an artifact, in `seconds` up to `now`."""
         if nbytes <= 0:
             return
-        known = self.costs.transfer_gb_s if self.transfers else 0.0
-        window = self._windows[worker] = extended(self._windows.get(worker), nbytes / 1e9, seconds, now, known)
-        self.transfers += 1
-        self.costs = msgspec.structs.replace(self.costs, transfer_gb_s=window.rate)
+        self._windows[worker] = extended(self._windows.get(worker), nbytes / 1e9, seconds, now)
+        pipes = self._windows.values()
+        rate = sum(w.rate * w.seconds for w in pipes) / sum(w.seconds for w in pipes)
+        self.costs = msgspec.structs.replace(self.costs, transfer_gb_s=rate)
 
     def round_trip(self, seconds: float) -> None:
         """A worker answered a message."""
         before = self.costs.message_s
-        self.costs = msgspec.structs.replace(self.costs, message_s=max(before + EWMA * (seconds / 2 - before), 0.0))
+        self.costs = msgspec.structs.replace(self.costs, message_s=max(before + _EWMA * (seconds / 2 - before), 0.0))

@@ -2,41 +2,59 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
-EWMA = 0.25
-"""Weight of the newest sample."""
+MEMORY = 2.0
+"""Seconds of work after which a measurement counts for 1/e: a rate is an average over the last seconds of work, so that a
+short part that was lucky counts for little."""
 _LEAST_SECONDS = 50e-6
 
 
 class Window(msgspec.Struct):
-    """Parts of work that overlap: only their sum is a sample. Worker and pipe are one, however much is in them.
+    """Parts of work that overlap: only their sum is a measurement. Worker and pipe are one, however much is in them.
 
     Attributes:
         begin, until: from the first part's begin to the last one's end.
         amount: in all parts.
-        before: the rate before this window; 0 if it was unknown.
+        before: the rate before this window.
+        weight: seconds of work that `before` stands for.
     """
 
     begin: float
     until: float
     amount: float
     before: float
+    weight: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of work that `rate` stands for."""
+        return self._kept + self.until - self.begin
 
     @property
     def rate(self) -> float:
-        """The moving average with this window as its newest sample."""
-        sample = self.amount / (self.until - self.begin)
-        return self.before + EWMA * (sample - self.before) if self.before else sample
+        """The average with this window."""
+        return (self.before * self._kept + self.amount) / self.seconds
+
+    @property
+    def _kept(self) -> float:
+        return self.weight * math.exp((self.begin - self.until) / MEMORY)
 
 
-def extended(window: Window | None, amount: float, seconds: float, now: float, known: float) -> Window:
+def extended(window: Window | None, amount: float, seconds: float, now: float, known: float = 0.0) -> Window:
     """The window with another part, which took `seconds` up to `now`; a new one if it begins after all others had ended.
 
     Args:
-        known: the rate as known so far, 0 if it is not.
+        window: the last one; None if nothing was measured.
+        known: the rate so far, if not that of the window.
     """
     begin = now - max(seconds, _LEAST_SECONDS)
-    if window is None or begin > window.until:
-        return Window(begin, now, amount, known)
-    return Window(min(window.begin, begin), max(window.until, now), window.amount + amount, window.before)
+    if window is None:
+        return Window(begin, now, amount, 0.0, 0.0)
+    if begin > window.until:
+        return Window(begin, now, amount, known or window.rate, window.seconds)
+    return Window(
+        min(window.begin, begin), max(window.until, now), window.amount + amount, window.before, window.weight
+    )

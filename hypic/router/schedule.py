@@ -13,7 +13,7 @@ import msgspec
 
 from hypic.router.costs import Costs
 from hypic.router.directory import Directory
-from hypic.router.rate import EWMA, Window, extended
+from hypic.router.rate import Window, extended
 
 Policy = Literal["lpt", "round_robin"]
 Role = Literal["here", "send", "join", "compile"]
@@ -23,6 +23,7 @@ here: it holds it. send: a holder sends it. join: another request's compile is u
 compile: it is compiled for this request.
 """
 
+DRIFT = 0.25
 STALE = 15.0
 """Seconds without a measurement after which a worker's speed begins to be taken for that of the others: one that was slow once
 would not be given work again, and so never be seen to be as fast as they are."""
@@ -156,7 +157,7 @@ class Cluster:
         known = sorted(w.tokens_per_s for w in self.workers.values() if w.tokens_per_s)
         for worker in self.workers.values():
             if worker.window is not None and now - worker.window.until > STALE:
-                worker.tokens_per_s += EWMA * (known[len(known) // 2] - worker.tokens_per_s)
+                worker.tokens_per_s += DRIFT * (known[len(known) // 2] - worker.tokens_per_s)
 
     def linked(self, combine: str) -> None:
         """A request that `combine` was given has its first token, or is gone."""

@@ -74,10 +74,8 @@ class Cluster(Worker):
 
     def kill_router(self) -> None:
         """kill -9 of the front alone."""
-        children = psutil.Process(self.process.pid).children()
-        (front,) = (p for p in children if "hypic.router.front" in p.cmdline())
-        front.kill()
-        front.wait()
+        os.kill(pid := self.snapshot()["router"]["pid"], signal.SIGKILL)
+        self.wait(lambda: not psutil.pid_exists(pid), "gone")
 
     def signal(self, name: str, number: int) -> int:
         """Signal all processes of a worker. Returns the id of the first."""

@@ -167,4 +167,5 @@ def test_a_signal_ends_the_command_and_removes_its_folder(tmp_path: Path) -> Non
     process.send_signal(signal.SIGTERM)
     process.wait(timeout=10)
     assert process.returncode == 0 and not list(tmp_path.iterdir())
+    psutil.wait_procs(children, timeout=5)
     assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in children)

@@ -6,6 +6,7 @@ import pytest
 
 from hypic.router.costs import Costs
 from hypic.router.measured import BUILT_IN, Measured
+from hypic.router.rate import extended
 from hypic.router.schedule import Cluster, Segment, Worker, place
 
 
@@ -17,13 +18,19 @@ def test_transfers_that_overlap_share_a_pipe() -> None:
     measured.arrived("w0", 10**9, 1.0, now=10.0)
     assert measured.costs.transfer_gb_s == pytest.approx(2.0)
     measured.arrived("w1", 10**9, 1.0, now=10.0)
-    assert measured.costs.transfer_gb_s == pytest.approx(2.0 - 0.25), (
-        "one new sample of 1 GB/s, a quarter of its weight"
-    )
-    measured.arrived("w0", 10**9, 0.1, now=20.0)
-    assert measured.costs.transfer_gb_s == pytest.approx(1.75 + 0.25 * (10 - 1.75)), "after a pause another sample"
+    assert measured.costs.transfer_gb_s == pytest.approx(1.5), "the mean of both pipes, each a second long"
     measured.arrived("w0", 0, 1.0, now=30.0)
-    assert measured.transfers == 4, "of unknown size: says nothing"
+    assert measured.costs.transfer_gb_s == pytest.approx(1.5), "of unknown size: says nothing"
+
+
+def test_a_rate_is_an_average_over_the_last_seconds_of_work() -> None:
+    """A short part that was lucky counts for little, an hour of work long ago for nothing."""
+    window = extended(None, 1000, 1.0, now=10.0)
+    assert window.rate == 1000
+    lucky = extended(window, 200, 0.01, now=20.0)
+    assert 1000 < lucky.rate < 1250
+    slow = extended(lucky, 10_000, 100.0, now=200.0)
+    assert slow.rate == pytest.approx(100, rel=0.01)
 
 
 @pytest.mark.parametrize(("gb_s", "scattered"), [(10.0, True), (0.0001, False)])

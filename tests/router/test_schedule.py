@@ -240,9 +240,9 @@ def test_speed_is_a_moving_average_of_what_was_measured() -> None:
     c.landed(key(0), f.number, seconds=2.0, now=10.0)
     assert w.tokens_per_s == 500
     w.measured(1000, 1.0, 20.0)
-    assert w.tokens_per_s == 625
+    assert 500 < (faster := w.tokens_per_s) < 1000
     w.measured(1000, 0.0, 30.0)  # failed: says nothing about speed
-    assert w.tokens_per_s == 625
+    assert w.tokens_per_s == faster
     w.tokens_per_s = 250.0
     p = place(c, segments(*[1000] * 5))
     assert [x for _, x in p.sources.values()].count("w0") == 1, "a slow worker gets a fifth"

@@ -29,6 +29,7 @@ _SERVED = (
 _BY_PATH = ("/load_lora_adapter_from_tensors",)
 """Exceptions from that."""
 _WATCH_EVERY = 0.2
+_SELF = "router"
 
 
 class Refuse:
@@ -107,7 +108,7 @@ def snapshot(manager: RouterManager, processes: Mapping[str, Any]) -> dict[str, 
     router, cluster = manager.router, manager.router.coordinator.cluster
     hellos, costs = router.coordinator.hellos(), router.measured.costs
     workers = []
-    for name in sorted({*hellos, *processes}):
+    for name in sorted({*hellos, *processes} - {_SELF}):
         entry: dict[str, Any] = {
             "name": name,
             "state": "alive" if name in hellos else "absent",
@@ -128,6 +129,7 @@ def snapshot(manager: RouterManager, processes: Mapping[str, Any]) -> dict[str, 
             }
         workers.append(entry)
     return {
+        "router": processes.get(_SELF, {}),
         "workers": workers,
         "policy": router.coordinator.policy,
         "costs": msgspec.to_builtins(costs),

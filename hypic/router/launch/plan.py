@@ -68,9 +68,7 @@ def processes(layout: Layout, folder: Path, token: str, environ: Mapping[str, st
         if _value(layout.argv, flag) is not None:
             raise LaunchError(f"{flag}: hypic launch starts workers on one node; leave it out")
     control = f"ipc://{folder}/control"
-    shared = {**environ, **layout.config.to_env(), "HYPIC_ROUTER_TOKEN": token}
-    if layout.cpu:
-        shared["HYPIC_CPU"] = "1"
+    shared = {**environ, **common_env(layout, environ), "HYPIC_ROUTER_TOKEN": token}
     front_env = {
         **shared,
         "HYPIC_ROUTER_BIND": control,
@@ -93,13 +91,26 @@ def processes(layout: Layout, folder: Path, token: str, environ: Mapping[str, st
         name = f"w{i}"
         env = {**shared, "HYPIC_ROUTER": control, "HYPIC_WORKER": name, "HYPIC_DATA": f"ipc://{folder}/{name}"}
         flags = ["--host", LOCAL, "--port", str(worker_port), "--incremental-streaming-output"]
-        if layout.cpu:
-            env.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // layout.workers, 1)))
-        else:
+        if not layout.cpu:
             flags += ["--base-gpu-id", str(first + i * layout.tp)]
         command = (sys.executable, "-m", "hypic", "serve", *argv, *flags)
         out.append(Process(name, command, env, f"http://{LOCAL}:{worker_port}"))
     return front, out
+
+
+def common_env(layout: Layout, environ: Mapping[str, str]) -> dict[str, str]:
+    """The plugin's settings, and CPU mode where that is asked for."""
+    if not layout.cpu:
+        return layout.config.to_env()
+    from hypic.commands.serve import flag_value
+    from hypic.platform_cpu.defaults import set_environment
+
+    env = dict(environ)
+    threads = str(max((os.cpu_count() or 1) // layout.workers, 1))
+    env.setdefault("OMP_NUM_THREADS", threads)
+    set_environment(env, flag_value(layout.argv, "--dtype"))
+    new = {name: value for name, value in env.items() if environ.get(name) != value}
+    return {**layout.config.to_env(), "HYPIC_CPU": "1", **new}
 
 
 def status_file(folder: Path) -> Path:

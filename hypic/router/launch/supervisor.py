@@ -7,15 +7,18 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TextIO
 
+from hypic.router.launch.nursery import Nursery
 from hypic.router.launch.plan import LaunchError, Process, status_file
 
 _POLL = 0.2
@@ -29,40 +32,60 @@ _LAST_LINES = 30
 
 
 class Child:
-    """One process and its restarts."""
+    """One process and its restarts.
 
-    def __init__(self, process: Process, out: TextIO, width: int):
+    Args:
+        nursery: forks it; None starts an interpreter.
+    """
+
+    def __init__(self, process: Process, out: TextIO, width: int, nursery: Nursery | None = None):
+        self._nursery = nursery
         self.process, self._out, self._prefix = process, out, f"{process.name:{width}} | "
         self.restarts = 0
         self.pid = 0
         """0 while it does not run."""
         self.last: deque[str] = deque(maxlen=_LAST_LINES)
         """What it printed last."""
-        self._running: asyncio.subprocess.Process | None = None
 
     async def run(self) -> int:
         """Run it once, to its end. Returns the exit status."""
-        self._running = await asyncio.create_subprocess_exec(
-            *self.process.command,
-            env=dict(self.process.env),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches the launcher alone, and the group can be ended as a whole
-        )
-        self.pid = self._running.pid
-        copying = asyncio.create_task(self._copy(self._running.stdout))
+        reader, writer = os.pipe()
         try:
-            return await self._running.wait()
+            ended = await self._start(writer)
+        except (OSError, EOFError):  # the nursery was closed
+            os.close(reader)
+            return -signal.SIGKILL
+        finally:
+            os.close(writer)
+        loop, stream = asyncio.get_running_loop(), asyncio.StreamReader()
+        pipe = open(reader, "rb", buffering=0)  # noqa: SIM115 - the transport closes it
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
+        copying = asyncio.create_task(self._copy(stream))
+        try:
+            return await ended
         finally:
             self.kill()  # what it has started, too: then the pipe ends
             self.pid = 0
             await copying
+            transport.close()
+
+    async def _start(self, output: int) -> Awaitable[int]:
+        """Start it, in a session of its own: Ctrl-C reaches the launcher alone, and its group can be ended as a whole."""
+        command, env = self.process.command, self.process.env
+        if self._nursery is not None:
+            forked = await asyncio.to_thread(self._nursery.spawn, command[2], command[3:], env, output)
+            self.pid = forked.pid or 0
+            return _ended(forked)
+        process = subprocess.Popen(
+            command, env=dict(env), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+        self.pid = process.pid
+        return asyncio.to_thread(process.wait)
 
     def terminate(self) -> None:
-        if self._running is not None and self._running.returncode is None:
+        if self.pid:
             with contextlib.suppress(ProcessLookupError):
-                self._running.terminate()
+                os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
         """The whole process group."""
@@ -70,9 +93,8 @@ class Child:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 
-    async def _copy(self, stream: asyncio.StreamReader | None) -> None:
+    async def _copy(self, stream: asyncio.StreamReader) -> None:
         """Lines with the name in front."""
-        assert stream is not None
         while line := await _line(stream):
             self.last.append(line)
             print(self._prefix + line, end="", file=self._out, flush=True)
@@ -86,14 +108,20 @@ class Supervisor:
         folder: of the sockets.
         stagger: start a worker only once the one before it is alive.
         out: where logs go.
+        nursery: forks them all; None starts interpreters.
     """
 
     def __init__(
-        self, front: Process, workers: Sequence[Process], folder: Path, stagger: bool = False, out: Any = None
+        self,
+        front: Process,
+        workers: Sequence[Process],
+        folder: Path,
+        stagger: bool = False,
+        out: TextIO | None = None,
+        nursery: Nursery | None = None,
     ):
         width = max(len(p.name) for p in (front, *workers))
-        self.front = Child(front, out or sys.stdout, width)
-        self.workers = [Child(p, out or sys.stdout, width) for p in workers]
+        self.front, *self.workers = (Child(p, out or sys.stdout, width, nursery) for p in (front, *workers))
         self._folder, self._stagger = folder, stagger
         self._up: set[str] = set()
         """Workers that were alive once, and "router" once its front answered."""
@@ -170,7 +198,7 @@ class Supervisor:
 
     def _write_status(self) -> None:
         """For the front, which need not wait for a dead worker's heartbeats; a reader sees the old file or the new one."""
-        known = {c.process.name: {"pid": c.pid, "restarts": c.restarts} for c in self.workers}
+        known = {c.process.name: {"pid": c.pid, "restarts": c.restarts} for c in (self.front, *self.workers)}
         part = status_file(self._folder).with_suffix(".part")
         part.write_text(json.dumps(known))
         part.replace(status_file(self._folder))
@@ -186,6 +214,19 @@ class Supervisor:
         await asyncio.wait((self.failed,), timeout=_POLL if len(self._up) <= len(self.workers) else 1.0)
         if self.failed.done():
             self.failed.result()
+
+
+async def _ended(process: BaseProcess) -> int:
+    """The exit status of a forked process, once it has ended."""
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(process.sentinel, done.set)
+    try:
+        await done.wait()
+    finally:
+        loop.remove_reader(process.sentinel)
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
 
 
 async def _line(stream: asyncio.StreamReader) -> str:

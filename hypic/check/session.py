@@ -211,11 +211,22 @@ class Session:
             time.sleep(0.05)
 
     def dump(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Every artifact in the arena, by the id of its segment (:func:`hypic.engine.audit.dump_artifacts`)."""
+        """Every artifact in the arena, by the id of its segment (:func:`hypic.engine.audit.dump_artifacts`).
+
+        Parts of rank 1 and on are called "T@1" and so forth.
+        """
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "artifacts.pt")
             self._engine.collective_rpc("hypic_dump", path=path)
-            artifacts: dict[str, dict[str, torch.Tensor]] = torch.load(path, weights_only=True)
+            ranks = [torch.load(f"{path}.{r}", weights_only=True) for r in range(self.settings["tp_size"])]
+        artifacts: dict[str, dict[str, torch.Tensor]] = ranks[0]
+        for rank, others in enumerate(ranks[1:], start=1):
+            if others.keys() != artifacts.keys():
+                raise SessionError(
+                    f"rank {rank} holds {len(others)} artifacts, rank 0 {len(artifacts)}, not the same ones"
+                )
+            for segment, parts in others.items():
+                artifacts[segment] |= {f"{part}@{rank}": value for part, value in parts.items()}
         return artifacts
 
     def flush(self) -> None:

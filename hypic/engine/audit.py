@@ -94,7 +94,7 @@ def _exact(what: str, free: torch.Tensor, held: torch.Tensor, first: int, count:
 
 
 def dump_artifacts(scheduler: Any, path: str) -> None:
-    """Save every ready artifact to `path`: {span id: {"T", "S", "conv", "K", "V": float32 tensors}} (torch.save)."""
+    """Save every ready artifact of this rank to `path`.RANK: {span id: {"T", "S", "conv", "K", "V": float32 tensors}}."""
     from hypic.segment import span_id
 
     manager: LinkManager = scheduler.hypic
@@ -106,4 +106,4 @@ def dump_artifacts(scheduler: Any, path: str) -> None:
         out[span_id(artifact.tokens)] = {
             k: v.to("cpu", torch.float32, copy=True) for k, v in layout.parts(payload, n).items()
         }
-    torch.save(out, path)
+    torch.save(out, f"{path}.{scheduler.ps.tp_rank}")

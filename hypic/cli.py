@@ -13,6 +13,7 @@ from hypic.commands.replay import replay
 from hypic.commands.selfcheck import selfcheck
 from hypic.commands.serve import PASS_FLAGS_ON, serve
 from hypic.commands.simulate import simulate
+from hypic.commands.states import states
 
 app = typer.Typer(
     name="hypic",
@@ -32,6 +33,7 @@ app.command("methods")(list_methods)
 app.command("demo", context_settings=PASS_FLAGS_ON)(demo)
 app.command("doctor", context_settings=PASS_FLAGS_ON)(doctor)
 app.command("simulate")(simulate)
+app.command("states")(states)
 
 
 def main() -> None:

@@ -27,6 +27,8 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "attention": (lambda way: way in ("auto", "seam", "expanded"), "write auto, seam or expanded"),
     "memory": (lambda n: n >= 0, "must not be negative"),
     "state_dtype": (lambda name: name in ("auto", "float32", "bfloat16"), "write auto, float32 or bfloat16"),
+    "segment_memory": (lambda n: n >= 0, "must not be negative"),
+    "pin_percent": (lambda n: 0 <= n <= 90, "write 0 to 90: what is not pinned needs room, too"),
     "router": (lambda a: not a or a.startswith(("ipc://", "tcp://")), "write ipc:///PATH or tcp://HOST:PORT"),
     "worker": (lambda n: bool(re.fullmatch(r"[A-Za-z0-9_-]{0,64}", n)), "write letters, digits, - and _, at most 64"),
     "transport": (
@@ -49,6 +51,8 @@ class HypicConfig(msgspec.Struct, frozen=True, kw_only=True):
         start_check: prove relocation and composition on the loaded model before serving.
         attention: full attention of linked rows: "seam" (our kernel), "expanded" (the backend's), or "auto".
         state_dtype: of T and S in artifacts: "float32", "bfloat16", or "auto" (:func:`artifact_state_dtype`).
+        segment_memory: bytes that the tokens of segments with an id may take; more are refused.
+        pin_percent: share of the arena that pinned segments may take.
         force_link: link segments however short they are (their artifact may be empty); for checks only.
         router: address of the router's control socket that this server is a worker of; "" serves alone.
         worker: its name there.
@@ -68,6 +72,8 @@ class HypicConfig(msgspec.Struct, frozen=True, kw_only=True):
     start_check: bool = True
     attention: str = "auto"
     state_dtype: str = "auto"
+    segment_memory: int = 256 << 20
+    pin_percent: int = 50
     force_link: bool = False
     router: str = ""
     worker: str = ""
@@ -142,7 +148,7 @@ def _read(name: str, raw: str, default: Any) -> Any:
         if raw.lower() not in ("0", "1", "true", "false", ""):
             raise ConfigError("write 0 or 1")
         return raw.lower() in ("1", "true")
-    if name == "memory":
+    if name in ("memory", "segment_memory"):
         return parse_bytes(raw)
     if isinstance(default, int):
         if not re.fullmatch(r"\s*-?\d+\s*", raw):

@@ -26,6 +26,7 @@ RESERVED_PREFIX = "hypic_"
 """Keys of ``custom_params`` that only the plugin may write."""
 INTERNAL_RID_PREFIX = "hypic-internal-"
 """Request ids that only the plugin may use (compile requests)."""
+SEGMENT_ID_PREFIX = "seg_"
 
 DECLINE_REASONS: Mapping[str, str] = {
     "template": "the chat template drops, repeats or changes what was marked, so it cannot be found in the prompt",
@@ -50,7 +51,8 @@ _REASONS = "hypic_reasons"
 _SALT = "hypic_salt"
 _REPORT = "hypic_report"
 _REQUEST = "hypic_request"
-_KEYS = frozenset({_CACHED, _DECLINED, _REASONS, _SALT, _REPORT, _REQUEST})
+_NAME = "hypic_name"
+_KEYS = frozenset({_CACHED, _DECLINED, _REASONS, _SALT, _REPORT, _REQUEST, _NAME})
 
 
 class MalformedSpans(ValueError):
@@ -81,6 +83,8 @@ class RequestSpans(msgspec.Struct, frozen=True, kw_only=True):
         salt: the request's ``cache_salt`` alone, before SGLang joins it with ``extra_key`` and the adapter; "" if none.
         report: the client asked for the report.
         request: the router's name of the request; "" if it came straight from a client.
+        name: the prompt is one segment that the client named (:func:`segment_id`): compile it, and answer nothing. "" for
+            every other request.
     """
 
     cached: tuple[Bounds, ...] = ()
@@ -88,6 +92,7 @@ class RequestSpans(msgspec.Struct, frozen=True, kw_only=True):
     salt: str = ""
     report: bool = False
     request: str = ""
+    name: str = ""
 
     def to_params(self) -> dict[str, Any]:
         """The reserved ``custom_params`` entries, all flat, that :meth:`from_params` reads back."""
@@ -98,6 +103,7 @@ class RequestSpans(msgspec.Struct, frozen=True, kw_only=True):
             _SALT: self.salt,
             _REPORT: self.report,
             _REQUEST: self.request,
+            _NAME: self.name,
         }
 
     @classmethod
@@ -122,8 +128,9 @@ class RequestSpans(msgspec.Struct, frozen=True, kw_only=True):
             odd = sorted(found ^ _KEYS)
             raise MalformedSpans(f"custom_params: keys {odd} missing or unknown, expected exactly {sorted(_KEYS)}")
         salt, report, reasons, request = params[_SALT], params[_REPORT], params[_REASONS], params[_REQUEST]
-        if not isinstance(salt, str) or not isinstance(request, str) or not isinstance(report, bool):
-            raise MalformedSpans(f"custom_params: {_SALT} and {_REQUEST} must be strings and {_REPORT} a boolean")
+        name = params[_NAME]
+        if not all(isinstance(text, str) for text in (salt, request, name)) or not isinstance(report, bool):
+            raise MalformedSpans(f"custom_params: {_SALT}, {_REQUEST}, {_NAME} must be strings and {_REPORT} a boolean")
         if not isinstance(reasons, (list, tuple)) or not all(isinstance(r, str) for r in reasons):
             raise MalformedSpans(f"custom_params: {_REASONS} must be a list of strings")
         cached = _pairs(_CACHED, params[_CACHED])
@@ -144,6 +151,7 @@ class RequestSpans(msgspec.Struct, frozen=True, kw_only=True):
             salt=salt,
             report=report,
             request=request,
+            name=name,
         )
 
     def declining_all(self, reason: str) -> RequestSpans:
@@ -166,6 +174,15 @@ def span_id(tokens: Sequence[int] | np.ndarray) -> str:
     return hashlib.blake2b(np.asarray(tokens, dtype="<i8").tobytes(), digest_size=8).hexdigest()
 
 
+def segment_id(tenant: str, adapter: str, tokens: Sequence[int] | np.ndarray) -> str:
+    """The id under which a tenant may use a segment instead of its text: the same for the same content, anywhere."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (tenant.encode(), adapter.encode(), np.asarray(tokens, dtype="<i8").tobytes()):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return SEGMENT_ID_PREFIX + digest.hexdigest()
+
+
 def _pairs(key: str, flat: Any) -> list[Bounds]:
     """``[s0, e0, s1, e1, ...]`` -> bounds. Raises MalformedSpans."""
     if not isinstance(flat, (list, tuple)) or len(flat) % 2 or not _all_int(flat):
@@ -178,10 +195,11 @@ def _all_int(values: Iterable[Any]) -> bool:
 
 
 class Piece(NamedTuple):
-    """A stretch of prompt text that is tokenised by itself."""
+    """A stretch of prompt text that is tokenised by itself; with ``ids``, these instead of its text."""
 
     text: str
     segment: bool
+    ids: Sequence[int] | None = None
 
 
 def split_at(text: str, separator: str, *, last_is_segment: bool = False) -> list[Piece]:
@@ -245,9 +263,12 @@ class SegmentTokenizer:
         """
         prefix, suffix = self.specials(encode_kwargs or {})
         ids, cached = list(prefix), []
-        for text, segment in pieces:
+        for text, segment, known in pieces:
             start = len(ids)
-            ids += self.segment_ids(text) if segment else self.plain_ids(text)
+            if known is not None:
+                ids += known
+            else:
+                ids += self.segment_ids(text) if segment else self.plain_ids(text)
             if segment and len(ids) > start:
                 cached.append(Bounds(start, len(ids)))
         return Tokens(ids + suffix, tuple(cached))

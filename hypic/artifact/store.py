@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 from hypic.artifact.arena import Arena, align
@@ -76,7 +76,8 @@ class ArtifactStore:
     Eviction is a segmented LRU: an artifact enters *probation*, its first hit promotes it to *protected*, and newcomers
     only ever push out probation as long as protected stays within PROTECTED_SHARE. A flood of one-off documents passes
     through probation and leaves the popular ones alone. What was evicted lately and comes again is protected at once, so
-    that documents which are popular now take the place of those that were. Locked artifacts are never evicted.
+    that documents which are popular now take the place of those that were. Locked artifacts are never evicted, nor are
+    pinned ones; pins are on keys, so they outlive artifacts that are invalidated.
     """
 
     def __init__(self, arena: Arena):
@@ -93,6 +94,8 @@ class ArtifactStore:
         self._stale: set[Artifact] = set()
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
         """Keys of the last evicted artifacts, as many as there are artifacts."""
+        self.pins: set[bytes] = set()
+        """Keys whose artifacts are never evicted."""
 
     def __len__(self) -> int:
         return len(self._index)
@@ -137,6 +140,21 @@ class ArtifactStore:
         if artifact.stale and artifact.locks == 0:
             self._stale.discard(artifact)
             self.arena.free(artifact.offset)
+
+    def pin(self, key: bytes) -> None:
+        """Never evict the artifact of `key`, be it here already or still to come."""
+        self.pins.add(key)
+
+    def unpin(self, key: bytes) -> None:
+        self.pins.discard(key)
+
+    def pinned(self, artifact: Artifact) -> bool:
+        return artifact.key in self.pins
+
+    def pinned_bytes(self, apart_from: Collection[bytes] = ()) -> int:
+        """Bytes that pinned artifacts take in the arena, those of some keys left out."""
+        here = (self._index[key] for key in self.pins if key in self._index and key not in apart_from)
+        return sum(a.nbytes for a in here)
 
     def reserve(self, wanted: Iterable[Request]) -> list[Artifact] | None:
         """Space for all of `wanted`, or for none of them (None): never a part, so two requests cannot starve each other.
@@ -209,9 +227,8 @@ class ArtifactStore:
 
     def _alloc(self, nbytes: int) -> int | None:
         while (offset := self.arena.alloc(nbytes)) is None:
-            victim = next(
-                (a for ring in (self._probation, self._protected) for a in ring.values() if not a.locks), None
-            )
+            rings = (self._probation, self._protected)
+            victim = next((a for ring in rings for a in ring.values() if not a.locks and not self.pinned(a)), None)
             if victim is None:
                 return None
             self._drop(victim)

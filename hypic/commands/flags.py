@@ -10,7 +10,16 @@ import msgspec
 from hypic.config import ConfigError, HypicConfig, read_setting
 
 _PREFIX = "--hypic-"
-_SETTINGS = ("seam_window", "min_segment", "memory", "separator", "attention", "state_dtype")
+_SETTINGS = (
+    "seam_window",
+    "min_segment",
+    "memory",
+    "separator",
+    "attention",
+    "state_dtype",
+    "segment_memory",
+    "pin_percent",
+)
 _CLUSTER = ("router", "worker", "data", "transport", "curve_secret", "curve_allowed", "router_key")
 _NO_START_CHECK = "no_start_check"
 

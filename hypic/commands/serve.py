@@ -80,6 +80,24 @@ def serve(
             rich_help_panel=_PANEL,
         ),
     ] = None,
+    segment_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--hypic-segment-memory",
+            metavar="SIZE",
+            help="Host memory for the tokens of segments registered with /v1/segments, for example 1GiB. Default 256MiB.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None,
+    pin_percent: Annotated[
+        int | None,
+        typer.Option(
+            "--hypic-pin-percent",
+            metavar="N",
+            help="Share of the memory for cached segments that pinned ones may take. Default 50.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None,
     no_start_check: Annotated[
         bool,
         typer.Option(
@@ -112,6 +130,8 @@ def serve(
             separator=separator,
             attention=attention,
             state_dtype=state_dtype,
+            segment_memory=segment_memory,
+            pin_percent=pin_percent,
             no_start_check=no_start_check,
             off=off,
         )
@@ -136,12 +156,19 @@ def sglang_argv(args: Sequence[str]) -> list[str]:
 
 
 def merge_config(
-    base: HypicConfig, *, memory: str | None = None, no_start_check: bool = False, off: bool = False, **given: Any
+    base: HypicConfig,
+    *,
+    memory: str | None = None,
+    segment_memory: str | None = None,
+    no_start_check: bool = False,
+    off: bool = False,
+    **given: Any,
 ) -> HypicConfig:
     """The environment's configuration ``base`` with the flags that were given (not None). Raises ConfigError."""
     import msgspec
 
-    given["memory"] = None if memory is None else setting("memory", memory)
+    for name, size in (("memory", memory), ("segment_memory", segment_memory)):
+        given[name] = None if size is None else setting(name, size)
     given["start_check"] = False if no_start_check else None
     return msgspec.structs.replace(base, enabled=not off, **{k: v for k, v in given.items() if v is not None})
 

@@ -79,7 +79,7 @@ def init_next_round_input(
     manager = link.manager
     assert manager is not None
     link.layout = None
-    if not manager.poll(req):
+    if not manager.poll(req) or link.compile_only:
         req._refresh_fill_ids()
         return
     if not link.linked:
@@ -132,7 +132,7 @@ def add_one_req(original: Callable[..., Any], adder: Any, req: Any, *args: Any, 
         return original(adder, req, *args, **kwargs)
     manager = link.manager
     assert manager is not None
-    if link.state is not LinkState.READY:
+    if link.state is not LinkState.READY or link.compile_only:
         return adder.budget_state()
     if link.layout is None:
         result = original(adder, req, *args, **kwargs)

@@ -36,6 +36,7 @@ def audit(scheduler: Any) -> None:
     locks = manager.store.locked() - lent
     assert locks == 0, f"{locks} artifact locks are held, besides {lent} for other workers"
     manager.store.check_integrity()
+    manager.named.check_integrity()
     _own_headers(manager)
     tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
     held = _radix_slots(tree)

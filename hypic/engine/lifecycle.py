@@ -99,6 +99,7 @@ def attach_runtime(_: Any, model_runner: Any) -> None:
 
 def attach_manager(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
     """After Scheduler.__init__: everything it needs is loaded."""
+    from hypic.engine import control
     from hypic.engine.plugin import require_applied
 
     require_applied()
@@ -127,6 +128,7 @@ def attach_manager(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
         f"off: {runtime.off}" if runtime.off else None,
     )
     scheduler.hypic = manager
+    control.serve(scheduler, manager)
     if config.router:
         join_cluster(scheduler, manager)
     scheduler.hypic_audit = lambda: audit.audit(scheduler)

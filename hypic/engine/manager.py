@@ -17,6 +17,8 @@ from hypic.artifact.store import Artifact, ArtifactStore, Request
 from hypic.config import HypicConfig
 from hypic.engine import keys
 from hypic.engine.metrics import EngineMetrics
+from hypic.engine.named import NamedSegments
+from hypic.engine.reporting import settle_report
 from hypic.engine.request import Compile, Link, LinkState, Segment, compile_of, link_of
 from hypic.plan import mark_interiors
 from hypic.report import ELSEWHERE
@@ -66,6 +68,7 @@ class LinkManager:
         self.config, self.store, self.layout, self.identity, self.off = config, store, layout, identity, off
         self.metrics = metrics
         self._spawn = spawn
+        self.named = NamedSegments(self)
         self.sharing: Sharing | None = None
         """Our part in a cluster; None where this server serves alone."""
         self._waiting: dict[int, Any] = {}
@@ -82,6 +85,11 @@ class LinkManager:
     def enqueue(self, add: Callable[..., None], req: Any, **kwargs: Any) -> None:
         """Queue a request; a linked one brings its compile requests along, in front of it."""
         link = self._plan(req)
+        if link is not None and link.compile_only:
+            self.named.learn(link.spans.name, link.spans.salt, req.lora_id or "", req.origin_input_ids)
+            if not link.linked:
+                self._conclude(req)
+                return
         if link is None or not link.linked:
             add(self.scheduler, req, **kwargs)
             return
@@ -133,7 +141,7 @@ class LinkManager:
         for s in link.segments:
             if native is not None:
                 s.make_plain("declined", native)
-            elif s.end == total:
+            elif s.end == total and not link.compile_only:
                 s.make_plain("declined", "prompt_end")
             elif not self.config.force_link and (s.length <= link.seam_window or s.length < self.config.min_segment):
                 s.make_plain("too_short")
@@ -164,8 +172,10 @@ class LinkManager:
                 if req not in self._memory_queue:
                     self._memory_queue.append(req)
                 return
-            # Nobody to wait for: its own hits leave holes too small for what is missing. Begin with an empty arena.
-            self.store.invalidate(lambda a: not a.locks)
+            # Nobody to wait for: what is there leaves holes too small for what is missing. Begin with an empty arena; if
+            # nothing is left but what is pinned, do without a segment.
+            if not self.store.invalidate(lambda a: not a.locks and not self.store.pinned(a)):
+                next(s for s in reversed(need) if found[s.key] is None).make_plain("declined", "arena_full")
             self.resolve(req)
             return
         if req in self._memory_queue:
@@ -230,9 +240,11 @@ class LinkManager:
         )
 
     def _shrink(self, need: list[Segment], req: Any) -> bool:
-        """If the whole arena cannot hold the request, let what does not fit be plain. True if something changed."""
-        total, too_much = 0, set()
-        for key, size in {s.key: self._space(s, req).nbytes for s in need}.items():
+        """If the arena, less what is pinned there, cannot hold the request, let what does not fit be plain. True if
+        something changed."""
+        sizes = {s.key: self._space(s, req).nbytes for s in need}
+        total, too_much = self.store.pinned_bytes(apart_from=sizes), set()
+        for key, size in sizes.items():
             if total + size > self.store.capacity:
                 too_much.add(key)
             else:
@@ -403,6 +415,17 @@ class LinkManager:
         self._drop_locks(link)
         link.state, link.reserved = LinkState.DONE, None
 
+    def _conclude(self, req: Any) -> None:
+        """End a request that asked for a compile and nothing else: its report is the answer, no token is computed."""
+        from sglang.srt.managers.schedule_batch import FINISH_LENGTH
+
+        if req in (queue := self.scheduler.waiting_queue):
+            queue.remove(req)
+        settle_report(req)
+        self.finish(req)
+        req.finished_reason = FINISH_LENGTH(length=0)
+        self.scheduler.output_streamer.stream_output([req], False)
+
     def _start_over(self, link: Link) -> None:
         """Back to NEW: what was found may be gone by the next try, so its outcome is open again (until reported)."""
         self._drop_locks(link)
@@ -426,6 +449,9 @@ class LinkManager:
                 if req in self._memory_queue:
                     self._memory_queue.remove(req)
                 self.finish(req)
+            for req in [r for r in self._waiting.values() if (link := link_of(r)) is not None and link.compile_only]:
+                if self.poll(req):
+                    self._conclude(req)
         if self._inflight:
             alive = {id(r) for r in _in_flight(self.scheduler)}
             for req in [r for r in self._inflight.values() if id(r) not in alive]:
@@ -449,12 +475,14 @@ class LinkManager:
             assert link is not None
             for s in link.segments:
                 s.key = keys.artifact_key(self.identity.digest, link.spans.salt, req.lora_id or "", s.tokens)
+        self.named.new_weights()
         if self.sharing is not None:
             self.sharing.new_weights()
 
     def drop_adapter(self, adapter: str) -> None:
         """Adapter unloaded: drop what was compiled under it."""
         self.store.invalidate(lambda a: a.adapter == adapter)
+        self.named.drop_adapter(adapter)
 
     @property
     def held(self) -> int:

@@ -48,6 +48,9 @@ class EngineMetrics:
         self._arena = Gauge(
             "hypic:arena_bytes", "Arena bytes by state", [*names, "state"], multiprocess_mode="mostrecent"
         )
+        self._pinned = Gauge(
+            "hypic:pinned_bytes", "Arena bytes of pinned artifacts", names, multiprocess_mode="mostrecent"
+        )
         self._artifacts = Gauge("hypic:artifacts", "Artifacts in the arena", names, multiprocess_mode="mostrecent")
         self._held = Gauge(
             "hypic:held_requests",
@@ -92,6 +95,7 @@ class EngineMetrics:
             used = store.used_bytes
             self._arena.labels(**self._labels, state="used").set(used)
             self._arena.labels(**self._labels, state="free").set(store.capacity - used)
+            self._pinned.labels(**self._labels).set(store.pinned_bytes())
             self._artifacts.labels(**self._labels).set(len(store))
             self._held.labels(**self._labels).set(held)
             if store.evictions > self._evictions:

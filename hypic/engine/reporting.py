@@ -34,7 +34,10 @@ def settle_report(req: Any) -> None:
         for span in report.spans:
             if span.outcome is not None:
                 metrics.segment(span.outcome, span.reason)
-        if link.linked:
+        for s in () if link.compile_only else link.linked:
+            if s.outcome in (*HITS, "hit_radix"):
+                link.manager.named.hit(s.key)
+        if link.linked and not link.compile_only:
             metrics.tokens(report.reused_radix, report.reused_artifacts, report.recomputed)
     if link.spans.report:
         req.customized_info = {**(req.customized_info or {}), "hypic": _FirstChunk([report.to_json()])}

@@ -99,6 +99,11 @@ class Link:
     """Tokens the radix tree held at the first admission."""
 
     @property
+    def compile_only(self) -> bool:
+        """The request is for an artifact, not for an answer: it never runs, it ends when its segment is there."""
+        return bool(self.spans.name)
+
+    @property
     def linked(self) -> list[Segment]:
         """Segments that join from artifacts, in natural order."""
         return [s for s in self.segments if not s.plain]

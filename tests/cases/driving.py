@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,6 +81,23 @@ class Driver(Session):
             reason = chunk["meta_info"]["finish_reason"]
         assert reason is not None
         return str(reason["type"])
+
+    @property
+    def named(self) -> Any:
+        """The engine's named segments (:class:`hypic.engine.http.segments.Segments`)."""
+        from hypic.engine.http.segments import segments_of
+
+        return segments_of(self.manager)
+
+    async def raw(self, **fields: Any) -> Any:
+        """The answer to a GenerateReqInput of these fields."""
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        return await anext(self.manager.generate_request(GenerateReqInput(**fields), None))
+
+    async def register(self, *documents: Document, **fields: Any) -> list[Any]:
+        """What ``POST /v1/segments`` does."""
+        return list(await self.named.register([array("i", d.ids) for d in documents], **fields))
 
     @property
     def manager(self) -> Any:

@@ -107,6 +107,19 @@ def test_16_adapters_do_not_wait_for_each_others_compiles(engine: Driver, write:
         assert_same_answer(linked, ask(engine, prompt._replace(segments=()), adapter))
 
 
+def test_16_a_named_segment_is_compiled_under_its_adapter_and_may_be_used_under_others(
+    engine: Driver, write: Writer
+) -> None:
+    document = write.document(120)
+    (a,), (base,) = (engine.run(engine.register(document, adapter=adapter)) for adapter in ("a", ""))
+    assert a.record.id != base.record.id and [v.look.state for v in (a, base)] == ["ready", "ready"]
+    for adapter, outcome in (("a", "hit_device"), (None, "hit_device"), ("b", "compiled")):
+        request = {"input_ids": write.tokens(9), "hypic": {"insert": [[4, a.record.id]], "report": True}}
+        out = engine.run(engine.raw(**request, lora_path=adapter, sampling_params={"max_new_tokens": 2}))
+        assert outcomes(out["meta_info"]["hypic"]) == [outcome]
+    assert [v.look.hits for v in engine.run(engine.named.views([a.record, base.record]))] == [1, 1]
+
+
 def test_28_an_adapter_that_was_unloaded_leaves_nothing_to_its_namesake(
     engine: Driver, adapters: dict[str, str], write: Writer
 ) -> None:

@@ -6,12 +6,14 @@ import asyncio
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from hypic.check.judge import Judge
 from hypic.check.session import Answer
+from hypic.engine.named import Look
 from tests.cases.driving import PATIENCE, Driver, Writer, assert_equals_oracle
 
 CHUNK = 64
@@ -147,6 +149,52 @@ def test_28_new_weights_while_requests_are_held(
     answer = engine.ask(again)
     assert answer.outcomes == ["hit_device"] * 2
     assert_equals_oracle(new_judge, engine, again, answer)
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_28_named_segments_outlive_weights_and_their_artifacts_do_not(
+    engine: Driver, new_judge: Judge, other_weights: Path, write: Writer, mode: str
+) -> None:
+    """One pinned, and one that is being registered while the weights change."""
+    known, long = write.document(100), write.document(LONG)
+    (pinned,) = engine.run(engine.register(known, pin=True))
+
+    async def scene() -> Any:
+        task = asyncio.ensure_future(engine.register(long))
+        await engine.until(lambda load: load.num_waiting_reqs == 1 and load.num_used_tokens > 3 * CHUNK, "compiling")
+        await engine.pause(mode)
+        await engine.new_weights(other_weights, flush=False)
+        (absent,) = await engine.named.views([pinned.record])
+        assert absent.look == Look("absent", 0, 0, True)
+        await engine.resume()
+        return (await task)[0]
+
+    registered = engine.run(asyncio.wait_for(scene(), PATIENCE))
+    assert (registered.look.state, registered.record.reason) == ("ready", None)
+    prompt = write.prompt(6, known, 2, long, 9)
+    answer = engine.ask(prompt)
+    assert answer.outcomes == ["compiled", "hit_device"]
+    assert_equals_oracle(new_judge, engine, prompt, answer)
+    views = engine.run(engine.named.views([pinned.record, registered.record]))
+    assert [(v.look.state, v.look.pinned, v.look.hits) for v in views] == [("ready", True, 0), ("ready", False, 1)]
+    for view in views:
+        engine.run(engine.named.delete("", view.record.id))
+
+
+def test_28_a_segment_deleted_while_it_is_registered_leaves_no_pin(engine: Driver, write: Writer) -> None:
+    """The schedulers hear of its end before they hear of it."""
+
+    async def scene() -> Any:
+        task = asyncio.ensure_future(engine.register(write.document(100), pin=True))
+        while not len(engine.named.registry):
+            await asyncio.sleep(0)
+        (record,) = engine.named.registry.of("")
+        await engine.named.delete("", record.id)
+        (view,) = await task
+        return view
+
+    view = engine.run(asyncio.wait_for(scene(), PATIENCE))
+    assert not view.look.pinned and len(engine.named.registry) == 0
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from hypic.check.judge import Judge
-from tests.cases.driving import Driver, Writer, assert_equals_oracle, reasons
+from hypic.check.session import Answer
+from tests.cases.driving import PATIENCE, Driver, Writer, assert_equals_oracle, reasons
 
 LENGTH = 100
 """Tokens of a document; its artifact takes about 205 kB."""
@@ -21,6 +24,15 @@ def tight(driver_for: Callable[..., Driver]) -> Driver:
     engine = driver_for("qwen35", flags=TIGHT, memory=FITTING * 210_000)
     engine.flush()
     return engine
+
+
+@pytest.fixture
+def forget(tight: Driver) -> Iterator[Callable[[list[Any]], None]]:
+    """Have named segments deleted at the end of the test."""
+    views: list[Any] = []
+    yield views.extend
+    for view in views:
+        tight.run(tight.named.delete(view.record.tenant, view.record.id))
 
 
 @pytest.fixture
@@ -96,6 +108,40 @@ def test_27_a_request_whose_own_hits_leave_no_hole_large_enough_does_not_wait_fo
     answer = tight.ask(write.prompt(middle, 3, large, 3))
     assert answer.outcomes == ["compiled", "compiled"] and reasons(answer) == [None, None]
     assert tight.ask(write.prompt(large, 3)).outcomes == ["hit_device"]
+
+
+def test_27_registrations_wait_for_memory_and_take_turns_with_requests(tight: Driver, write: Writer) -> None:
+    """Each document is half of the arena; a registration that waits computes nothing, and neither blocks the other."""
+    documents = write.documents(4, 600)
+    prompts = [write.prompt(3, d, 4) for d in documents[2:]]
+
+    async def scene() -> tuple[list[Any], list[Any], Answer, Answer]:
+        registered = (tight.register(d) for d in documents[:2])
+        return await asyncio.gather(*registered, *(tight.answer(p) for p in prompts))
+
+    *views, one, other = tight.run(asyncio.wait_for(scene(), PATIENCE))
+    assert one.outcomes == other.outcomes == ["compiled"]
+    assert [view.record.reason for (view,) in views] == [None, None]
+
+
+def test_27_pinned_artifacts_may_leave_no_hole_large_enough(
+    tight: Driver, judge: Judge, write: Writer, forget: Callable[[list[Any]], None]
+) -> None:
+    """Every second place is pinned: a large segment fits by its size, and not between them. It is plain, and does not wait."""
+    documents = write.documents(FITTING, LENGTH)
+    views = tight.run(tight.register(*documents))
+    pins = [v.record.id for v in views[1::2]]
+    forget(views)
+    for name in pins:
+        assert tight.run(tight.named.pin("", name)).look.pinned
+    large = write.document(400)
+    prompt = write.prompt(3, large, 5, documents[1], 4)
+    answer = tight.ask(prompt)
+    assert answer.outcomes == ["declined", "hit_device"] and reasons(answer) == ["arena_full", None]
+    assert_equals_oracle(judge, tight, prompt, answer)
+    for name in pins:
+        assert tight.run(tight.named.unpin("", name)).look.state == "ready"
+    assert tight.ask(prompt._replace(tenant="other")).outcomes == ["compiled", "compiled"], "now it fits"
 
 
 @pytest.mark.parametrize("cause", ["pressure", "forced"])

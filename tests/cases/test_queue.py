@@ -114,6 +114,28 @@ def test_the_queue_limit_counts_held_requests_and_no_compiles(play: Any, write: 
     play(scene)
 
 
+def test_registrations_are_requests(play: Any, engine: Driver, write: Writer) -> None:
+    """They count against the queue limit, and time out; what they had compiled so far goes on, and is found again."""
+    documents = [write.document(LONG) for _ in range(LIMIT)]
+
+    async def scene(requests: Requests) -> None:
+        tasks = [asyncio.ensure_future(engine.register(d)) for d in documents]
+        await engine.until(lambda load: load.num_waiting_reqs == LIMIT, "registrations queued")
+        with pytest.raises(HTTPException, match="queue is full"):
+            await engine.register(write.document(70))
+        await requests.send("plain", write.prompt(9))
+        assert "queue is full" in await requests.error("plain")
+        for task in tasks:
+            with pytest.raises(HTTPException, match="waiting timeout"):
+                await task
+        views = await engine.named.views(engine.named.registry.of(""))
+        assert [v.look.state for v in views] == ["compiling"] * LIMIT + ["absent"]
+        for view in views:
+            await engine.named.delete("", view.record.id)
+
+    play(scene)
+
+
 def test_a_held_request_times_out_and_its_compile_stays_useful(play: Any, write: Writer) -> None:
     document = write.document(LONG)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from hypic.segment import (
     Piece,
     RequestSpans,
     SegmentTokenizer,
+    segment_id,
     span_id,
     split_at,
 )
@@ -26,7 +28,9 @@ SEPARATOR = "<<PIC_SEP>>"
 texts = st.lists(
     st.sampled_from([*"abet hn. \n<>P_SÄé漢🙂", "the ", "<|im_end|>", "<|im_start|>", "<<PIC_"]), max_size=30
 ).map("".join)
-pieces = st.lists(st.builds(Piece, texts, st.booleans()), max_size=6).map(lambda ps: [p for p in ps if p.text])
+pieces = st.lists(st.builds(Piece, texts, st.booleans(), st.none()), max_size=6).map(
+    lambda ps: [p for p in ps if p.text]
+)
 
 
 @pytest.mark.parametrize(
@@ -47,11 +51,11 @@ pieces = st.lists(st.builds(Piece, texts, st.booleans()), max_size=6).map(lambda
     ],
 )
 def test_split(text: str, expected: list[tuple[str, bool]]) -> None:
-    assert split_at(text, "|") == expected
+    assert [(p.text, p.segment) for p in split_at(text, "|")] == expected
 
 
 def test_split_with_a_segment_at_the_end() -> None:
-    assert split_at("A|B", "|", last_is_segment=True) == [("A", True), ("B", True)]
+    assert split_at("A|B", "|", last_is_segment=True) == [Piece("A", True), Piece("B", True)]
 
 
 @settings(deadline=None)
@@ -119,18 +123,20 @@ def test_segments_are_tokenised_once_within_the_budget() -> None:
 
 
 spans = st.builds(
-    lambda cuts, flags, declined, salt, report, request: RequestSpans(
+    lambda cuts, flags, declined, salt, report, request, name: RequestSpans(
         cached=tuple(Bounds(s, e) for s, e, f in zip(cuts, cuts[1:], flags, strict=False) if f),
         declined=tuple(declined),
         salt=salt,
         report=report,
         request=request,
+        name=name,
     ),
     st.lists(st.integers(0, 10_000), unique=True, max_size=12).map(sorted),
     st.lists(st.booleans(), min_size=12, max_size=12),
     st.lists(st.builds(Declined, st.integers(-1, 99), st.integers(-1, 99), st.sampled_from(["template", "empty"]))),
     st.text(max_size=5),
     st.booleans(),
+    st.text(max_size=5),
     st.text(max_size=5),
 )
 
@@ -156,6 +162,7 @@ GOOD = RequestSpans(cached=(Bounds(2, 5),), declined=(Declined(-1, -1, "empty"),
     "change",
     [
         {"hypic_request": 7},
+        {"hypic_name": None},
         {"hypic_cached": [2]},
         {"hypic_cached": [2, "5"]},
         {"hypic_cached": [2, True]},
@@ -194,3 +201,13 @@ def test_span_id_names_the_tokens() -> None:
 
     assert span_id([1, 2, 3]) == span_id(np.array([1, 2, 3], dtype=np.int32)) and len(span_id([1])) == 16
     assert len({span_id([1, 2]), span_id([2, 1]), span_id([12]), span_id([1, 2, 0])}) == 4
+
+
+def test_segment_ids_name_tenant_adapter_and_tokens() -> None:
+    """And no two of them that spell the same when put together."""
+    import numpy as np
+
+    assert segment_id("t", "a", [1, 2]) == segment_id("t", "a", np.array([1, 2], dtype=np.int32))
+    assert re.fullmatch("seg_[0-9a-f]{32}", segment_id("", "", [1]))
+    parts = [("t", "a", [1, 2]), ("ta", "", [1, 2]), ("", "ta", [1, 2]), ("t", "a", [2, 1]), ("t", "a", [1, 2, 0])]
+    assert len({segment_id(*p) for p in parts}) == len(parts)

@@ -13,7 +13,16 @@ from tests.server.serving import Server, TextWriter, serving  # noqa: E402
 
 ARENA_BYTES = 4 << 20
 """Room for some twenty short segments of the tiny model, or for one of 3,000 tokens and a few short ones."""
-FLAGS = ("--enable-metrics", "--enable-cache-report", "--chunked-prefill-size", "512")
+NAMED_BYTES = 100_000
+"""Host memory for some thirty short segments with an id."""
+FLAGS = (
+    "--enable-metrics",
+    "--enable-cache-report",
+    "--chunked-prefill-size",
+    "512",
+    "--hypic-segment-memory",
+    str(NAMED_BYTES),
+)
 
 
 @pytest.fixture(scope="session")

@@ -77,12 +77,14 @@ class StoreMachine(RuleBasedStateMachine):
         self.alive: dict[Artifact, int] = {}
         """Stamps of all artifacts whose bytes somebody may still read."""
         self.serial = 0
+        self.pinned: set[str] = set()
 
     def find(self, name: str) -> Artifact | None:
         return self.store.find(name.encode(), tokens(name))
 
-    def locked(self) -> set[str]:
-        return {a.key.decode() for a in self.alive if a.locks and not a.stale}
+    def kept(self) -> set[str]:
+        """What is never evicted: locked or pinned."""
+        return self.pinned | {a.key.decode() for a in self.alive if a.locks and not a.stale}
 
     def stamp(self, artifact: Artifact) -> None:
         self.serial = self.serial % 255 + 1
@@ -97,7 +99,7 @@ class StoreMachine(RuleBasedStateMachine):
     def reserve_one(self, name: str, adapter: str) -> Any:
         if name in self.model.names:
             return None
-        order = self.model.victims(self.locked())
+        order = self.model.victims(self.kept())
         made = self.store.reserve([wanted(name, size(name), adapter)])
         gone = self.model.names - {a.key.decode() for a in self.store._index.values()}
         assert gone == set(order[: len(gone)]), "the least worthy go first"
@@ -106,7 +108,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.bury()
         if made is None:
             assert set(order) == gone, "what could go has gone before a request is sent away"
-            assert any(a.locks for a in self.alive), "an empty arena takes any artifact that it can hold"
+            assert self.kept() or any(a.locks for a in self.alive), "an empty arena takes any artifact that it can hold"
             return None
         (artifact,) = made
         self.stamp(artifact)
@@ -127,7 +129,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(names=st.lists(st.sampled_from(NAMES), unique=True, min_size=2, max_size=4))
     def reserve_too_much(self, names: list[str]) -> None:
         """More than the arena: nothing of it is reserved."""
-        before, order = self.model.names, self.model.victims(self.locked())
+        before, order = self.model.names, self.model.victims(self.kept())
         names = [n for n in names if n not in before]
         made = self.store.reserve(wanted(n, GRANULES // 2 + 1) for n in names[:2]) if len(names) > 1 else None
         assert made is None
@@ -176,6 +178,18 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.unlock(artifact)
             self.bury()
 
+    @rule(name=st.sampled_from(NAMES))
+    def pin(self, name: str) -> None:
+        """Also what is not there yet; not so much that nothing else fits."""
+        if len(self.pinned) < 3:
+            self.store.pin(name.encode())
+            self.pinned.add(name)
+
+    @rule(name=st.sampled_from(NAMES))
+    def unpin(self, name: str) -> None:
+        self.store.unpin(name.encode())
+        self.pinned.discard(name)
+
     @rule(adapters=st.sampled_from([("lora",), ("lora",), ("",), ("", "lora")]))
     def invalidate(self, adapters: tuple[str, ...]) -> None:
         victims = [a for a in self.store._index.values() if a.adapter in adapters]
@@ -201,6 +215,9 @@ class StoreMachine(RuleBasedStateMachine):
         assert len(self.store) == len(self.model.names)
         assert self.store.used_bytes == sum(a.nbytes for a in self.alive)
         assert self.store.locked() == sum(a.locks for a in self.alive)
+        here = self.pinned & self.model.names
+        assert self.store.pinned_bytes() == sum(size(n) for n in here) * ALIGN
+        assert self.store.pinned_bytes(apart_from=[n.encode() for n in here]) == 0
         assert self.store.ready() == [a for a in self.store._index.values() if a.ready]
 
     @invariant()
@@ -213,7 +230,7 @@ class StoreMachine(RuleBasedStateMachine):
         for artifact in list(self.alive):
             while artifact.locks:
                 self.store.unlock(artifact)
-        self.store.invalidate()
+        self.store.invalidate()  # pinned ones, too
         assert self.store.used_bytes == 0 and self.store.locked() == 0
         self.store.check_integrity()
 

@@ -63,3 +63,22 @@ def test_a_wish_at_one_rank_locks_the_artifact_at_all(router: LoneRouter, server
     assert decode_header(part).tp_rank == 1
     other, receipt = router.fetch(key, nbytes, rank=0)
     assert decode_header(other).tp_rank == 0 and receipt.waited < 5
+
+
+def test_named_segments_are_the_same_at_all_ranks(server: Server, write: Writer) -> None:
+    """Pinned at one rank and evicted at the other, an artifact would end the server at its next use."""
+    ids = [write.tokens(N) for _ in range(2)]
+    made = server.ask("/v1/segments", {"segments": [{"input_ids": i} for i in ids], "pin": True})["data"]
+    for _ in range(8):
+        requests.know(server, write, *write.documents(4, N))
+    prompt = write.tokens(9)
+    body = {"input_ids": prompt, "sampling_params": requests.native()}
+    insert = [[3, made[0]["id"]], [5, made[1]["id"]]]
+    answer = server.ask("/generate", {**body, "hypic": {"insert": insert, "report": True}})
+    assert outcomes(answer) == [("hit_device", None)] * 2
+    spans = [[3, 3 + N], [5 + N, 5 + 2 * N]]
+    whole = prompt[:3] + ids[0] + prompt[3:5] + ids[1] + prompt[5:]
+    by_ids = server.ask("/generate", {**body, "input_ids": whole, "hypic": {"segments": spans}})
+    assert answer["output_ids"] == by_ids["output_ids"]
+    for one in made:
+        assert server.http.delete(f"/v1/segments/{one['id']}").status_code == 200

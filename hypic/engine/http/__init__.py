@@ -16,7 +16,7 @@ _COMPLETION = f"{_OPENAI}.serving_completions.OpenAIServingCompletion"
 
 
 def prepare() -> None:
-    """Extend SGLang's request models; before ``http_server`` is imported. Safe to call again.
+    """Extend SGLang's request models and routes; before ``http_server`` is imported. Safe to call again.
 
     Raises:
         UnsupportedSGLang: too late, or the installed SGLang or pydantic is not as expected.
@@ -24,6 +24,9 @@ def prepare() -> None:
     from hypic.engine.http.models import extend_openai_models
 
     extend_openai_models()
+    from hypic.engine.http import segment_routes
+
+    segment_routes.serve()
 
 
 def hooks(config: HypicConfig | None = None) -> list[Hook]:

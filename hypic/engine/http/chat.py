@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from hypic.engine.http.insert import cut_at
 from hypic.engine.http.marks import Marks
+from hypic.engine.http.options import BadRequest
 from hypic.engine.http.sentinel import Found, Sentinels
 from hypic.segment import Declined, Piece, SegmentTokenizer, Tokens
 
@@ -21,6 +23,10 @@ logger = logging.getLogger(__name__)
 Convert = Callable[..., tuple[Any, Any]]
 """``OpenAIServingChat._convert_to_internal_request``: (handler, request, raw) -> (GenerateReqInput, request)."""
 
+_UNUSABLE = {
+    "multimodal": "a prompt with images, audio or video cannot hold named segments",
+    "template": "this model's chat template cannot be followed, so there is no place for named segments",
+}
 # Encoders that hand text to ``tokenizer.encode``; None is the chat template. Others make ids in their own way.
 _TEXT_ENCODINGS = (None, "dsv32", "dsv4")
 
@@ -57,20 +63,38 @@ class _Unseen(Exception):
 
 
 def convert(
-    original: Convert, handler: Any, request: Any, raw_request: Any, marks: Marks, tokenizer: SegmentTokenizer
+    original: Convert,
+    handler: Any,
+    request: Any,
+    raw_request: Any,
+    marks: Marks,
+    words: Mapping[str, Sequence[int]],
+    tokenizer: SegmentTokenizer,
 ) -> Chat:
-    """Convert a request with marks. Errors are those of SGLang's own conversion."""
+    """Convert a request with marks. Errors are those of SGLang's own conversion.
+
+    Args:
+        words: tokens of the words in it that stand for named segments (:func:`hypic.engine.http.insert.stand_ins`).
+
+    Raises:
+        BadRequest: named segments in a prompt that cannot be cut.
+    """
     request = marks.without_separators(request)
     if reason := _not_renderable(handler, request):
+        if words:
+            raise BadRequest(f"segment parts: {_UNUSABLE[reason]}; send texts instead")
         return _native(original, handler, request, raw_request, marks, reason)
     pristine = request.model_copy(deep=True)  # SGLang changes requests while it converts them
     try:
         adapted, processed, plain = _render(original, handler, request, raw_request)
         texts = [e.text for e in plain]
         found = _find(original, handler, pristine, raw_request, marks, texts)
-        tokens = tokenizer.tokenize(_cut(texts, found), plain[0].kwargs) if found else None
+        cut = cut_at(_cut(texts, found), words)
+        tokens = tokenizer.tokenize(cut, plain[0].kwargs) if found or words else None
     except Exception as e:  # templates and tokenizers may raise anything; SGLang's own path then raises it, or serves
         logger.debug("hypic: chat template could not be followed: %r", e)
+        if words:
+            raise BadRequest(f"segment parts: {_UNUSABLE['template']}; send texts instead") from e
         return _native(original, handler, pristine, raw_request, marks, "template")
     if tokens is None:
         return _native(original, handler, pristine, raw_request, marks, "template")

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from pydantic import Field
+from pydantic import BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
 from sglang.srt.entrypoints.openai import protocol
 from sglang.srt.managers import io_struct
@@ -23,7 +23,7 @@ from hypic.engine.hook import SUPPORTED_SGLANG, UnsupportedSGLang
 if TYPE_CHECKING:
     from hypic.engine.http.deliver import Delivery
     from hypic.engine.http.options import Options
-    from hypic.segment import Bounds, Declined
+    from hypic.segment import Bounds, Declined, RequestSpans
 
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 
@@ -49,8 +49,22 @@ _REPORT_HOLDERS = (
 )
 
 
+class ChatCompletionMessageContentSegmentPart(BaseModel):
+    """A content part that stands for a named segment."""
+
+    type: Literal["segment"]
+    id: str
+
+
+_PARTS = list[protocol.ChatCompletionMessageContentPart | ChatCompletionMessageContentSegmentPart]
+_CONTENTS: dict[str, Any] = {
+    "ChatCompletionMessageGenericParam": str | _PARTS | None,
+    "ChatCompletionMessageUserParam": str | _PARTS,
+}
+
+
 def extend_openai_models() -> None:
-    """Add ``cache_control``, ``hypic`` and ``sglext.hypic`` to SGLang's OpenAI models. Safe to call again.
+    """Add ``cache_control``, ``hypic``, segment parts and ``sglext.hypic`` to SGLang's OpenAI models. Safe to call again.
 
     Raises:
         UnsupportedSGLang: the HTTP server's routes exist already, a model is missing, or a field does not survive.
@@ -68,6 +82,11 @@ def extend_openai_models() -> None:
         raise UnsupportedSGLang(
             f"{protocol.__name__} has no {', '.join(missing)}: hypic supports SGLang {SUPPORTED_SGLANG}"
         )
+    for name, content in _CONTENTS.items():
+        cls = getattr(protocol, name)
+        default: Any = Field() if cls.model_fields["content"].is_required() else Field(default=None)
+        cls.model_fields["content"] = FieldInfo.from_annotated_attribute(content, default)
+        cls.__annotations__["content"] = content
     for name in _CACHE_CONTROL:
         _add_field(name, "cache_control", exclude=True)
     for name in _OPTIONS:
@@ -90,13 +109,16 @@ def _add_field(model: str, field: str, exclude: bool) -> None:
 def _survives() -> bool:
     """Whether marks get through validation, and the report through serialisation."""
     mark = {"cache_control": {"type": "segment"}}
-    content = [{"type": "text", "text": "a", **mark}]
+    content = [{"type": "text", "text": "a", **mark}, {"type": "segment", "id": "a"}]
     raw: dict[str, Any] = {
         "messages": [{"role": "user", "content": content, **mark}, {"role": "system", "content": content, **mark}],
         "tools": [{"type": "function", "function": {"name": "f"}, **mark}],
         "hypic": {"report": True},
     }
-    chat = protocol.ChatCompletionRequest.model_validate(raw)
+    try:
+        chat = protocol.ChatCompletionRequest.model_validate(raw)
+    except ValidationError:
+        return False
     text = protocol.CompletionRequest.model_validate({"prompt": "a", "hypic": {"report": True}})
     holders = [*chat.messages, *(m.content[0] for m in chat.messages), *chat.tools]
     response = protocol.CompletionStreamResponse.model_validate(
@@ -105,6 +127,7 @@ def _survives() -> bool:
     return (
         all(getattr(h, "cache_control", None) == mark["cache_control"] for h in holders)
         and getattr(chat, "hypic", None) == getattr(text, "hypic", None) == raw["hypic"]
+        and all(m.content[1].type == "segment" for m in chat.messages)
         and "cache_control" not in repr(chat.model_dump())
         and response.model_dump().get("sglext") == {"hypic": [1]}
     )
@@ -133,6 +156,7 @@ class GenerateReqInput(io_struct.GenerateReqInput):
         hypic: as the client sent it.
         handover: from the OpenAI handlers to the intake.
         delivery: from the intake to the OpenAI handlers.
+        plans: one for each prompt, made by the plugin itself.
     """
 
     hypic: Any = None
@@ -140,6 +164,7 @@ class GenerateReqInput(io_struct.GenerateReqInput):
     # Not annotated, hence no fields: SGLang neither parses, copies, logs nor exports them.
     handover = cast("Handover | None", None)
     delivery = cast("Delivery | None", None)
+    plans = cast("list[RequestSpans] | None", None)
 
 
 # SGLang pickles requests into its request dumps: they must be readable where the plugin is not installed.

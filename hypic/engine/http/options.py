@@ -5,7 +5,7 @@ All errors are ValueErrors, which SGLang answers with status 400.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -24,11 +24,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         separator: cut text here, for this request; "" turns the server's own separator off; null leaves it on.
         segments: ``[[start, end], ...]`` in token ids input, one such list for each prompt of a batch.
+        insert: named segments to put into the prompt (:mod:`hypic.engine.http.insert`).
         report: put the report into the response.
     """
 
     separator: str | None = None
     segments: Any = None
+    insert: Any = None
     report: bool = False
 
     @classmethod
@@ -49,7 +51,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         segments = raw.get("segments")
         if segments is not None and not isinstance(segments, list):
             raise BadRequest(f"hypic.segments: must be a list of [start, end] pairs, got {_show(segments)}")
-        return cls(separator=separator, segments=segments, report=bool(report))
+        return cls(separator=separator, segments=segments, insert=raw.get("insert"), report=bool(report))
 
     def bounds(self, prompts: Sequence[int], batch: bool) -> list[tuple[Bounds, ...]]:
         """Segments of each prompt, sorted.
@@ -79,6 +81,34 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         """Raises BadRequest if ``segments`` came with text, which has no token positions yet."""
         if self.segments is not None:
             raise BadRequest(f"hypic.segments: are token positions and need a prompt of token ids; {remedy}")
+
+    def refuse_insert(self, remedy: str) -> None:
+        """Raises BadRequest if ``insert`` came where it has no meaning."""
+        if self.insert is not None:
+            raise BadRequest(f"hypic.insert: {remedy}")
+
+    def inserted(self) -> list[str]:
+        """Every id in ``insert``, as far as it is well-formed."""
+
+        def ids(value: Any) -> Iterator[str]:
+            if isinstance(value, str):
+                yield value
+            elif isinstance(value, (dict, list)):
+                for one in value.values() if isinstance(value, dict) else value:
+                    yield from ids(one)
+
+        return list(ids(self.insert))
+
+    def insert_of(self, i: int, prompts: int, batch: bool) -> tuple[Any, str]:
+        """``insert`` of prompt ``i``, and what errors call it. Raises BadRequest if a batch has not one list for each."""
+        if not batch or self.insert is None:
+            return self.insert, "hypic.insert"
+        if not isinstance(self.insert, list) or len(self.insert) != prompts:
+            raise BadRequest(
+                f"hypic.insert: for a batch of {prompts} prompts send {prompts} lists of [position, id], one for each (null "
+                f"or [] where it has none), got {_show(self.insert)}"
+            )
+        return self.insert[i], f"hypic.insert[{i}]"
 
     def refuse_separator(self) -> None:
         """Raises BadRequest if a separator came with token ids, which hold no text to cut."""

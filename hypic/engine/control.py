@@ -1,0 +1,71 @@
+"""Messages about named segments between the HTTP process and the schedulers, on SGLang's own control channel.
+
+Rank 0 receives a request and hands it to all ranks as it does with every other; its answer goes back to the tokenizer
+manager, which waits in a communicator of SGLang's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.managers.io_struct import BaseReq, hook_custom_types
+from sglang.utils import TypeBasedDispatcher
+
+from hypic.engine.named import Look, PinRefused, State
+
+if TYPE_CHECKING:
+    from hypic.engine.manager import LinkManager
+
+
+class NamedSegmentsReq(BaseReq, kw_only=True):  # type: ignore[call-arg]
+    """`action` is "look", "pin", "unpin", "forget" or "drop" (forget, and the artifacts too)."""
+
+    action: str
+    names: list[str]
+
+
+class NamedSegmentsReqOutput(BaseReq, kw_only=True):  # type: ignore[call-arg]
+    """What there is of each name now, as columns; `refused` says why nothing was pinned."""
+
+    states: list[State]
+    nbytes: list[int]
+    hits: list[int]
+    pinned: list[bool]
+    refused: str = ""
+
+    def looks(self) -> list[Look]:
+        return [Look(*row) for row in zip(self.states, self.nbytes, self.hits, self.pinned, strict=True)]
+
+
+hook_custom_types(NamedSegmentsReq, NamedSegmentsReqOutput)  # SGLang's msgpack transport reads what it knows
+
+
+def serve(scheduler: Any, manager: LinkManager) -> None:
+    """Have the scheduler answer these messages."""
+
+    def answer(request: NamedSegmentsReq) -> NamedSegmentsReqOutput:
+        return act(manager, request)
+
+    scheduler._request_dispatcher += TypeBasedDispatcher([(NamedSegmentsReq, answer)])
+
+
+def act(manager: LinkManager, request: NamedSegmentsReq) -> NamedSegmentsReqOutput:
+    """Do what is asked, the same on all ranks."""
+    named, refused = manager.named, ""
+    if request.action == "pin":
+        try:
+            named.pin(request.names)
+        except PinRefused as e:
+            refused = str(e)
+    elif request.action == "unpin":
+        named.unpin(request.names)
+    elif request.action in ("forget", "drop"):
+        named.forget(request.names, drop=request.action == "drop")
+    looks = named.look(request.names)
+    return NamedSegmentsReqOutput(
+        states=[x.state for x in looks],
+        nbytes=[x.nbytes for x in looks],
+        hits=[x.hits for x in looks],
+        pinned=[x.pinned for x in looks],
+        refused=refused,
+    )

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,15 +37,14 @@ inputs = st.tuples(
 
 
 @given(inputs, inputs)
-def test_keys_are_equal_only_where_everything_is(a: Any, b: Any) -> None:
+def test_keys_are_equal_only_where_everything_but_the_rank_is(a: Any, b: Any) -> None:
     one, two = (artifact_key(i.digest, t, d, array("q", ids)) for i, t, d, ids in (a, b))
+    a, b = ((msgspec.structs.replace(x[0], tp_rank=0), *x[1:]) for x in (a, b))
     assert (one == two) == (a == b)
 
 
 @pytest.mark.parametrize("field", ["fingerprint", "dtype", "tp_size", "method", "seam_window"])
 def test_each_field_of_the_identity_counts(field: str) -> None:
-    import msgspec
-
     value = getattr(IDENTITY, field)
     other = msgspec.structs.replace(IDENTITY, **{field: value + 1 if isinstance(value, int) else value + "x"})
     assert artifact_key(other.digest, "", "", TOKENS) != artifact_key(IDENTITY.digest, "", "", TOKENS)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hypic.artifact.arena import align
 from hypic.artifact.layout import ArtifactLayout, LinearShape
+from hypic.bench.layer_kernels import chain_case, compile_cases
 from hypic.bench.result import EngineRun, Timing
 from hypic.bench.suites import Plan
 from hypic.bench.workload import Workload
@@ -117,8 +118,14 @@ class Bench:
         return parameters, (self.randn(tokens, channels), self.randn(tokens, v_heads), self.randn(tokens, v_heads))
 
     def _compile(self, linear: LinearShape) -> Iterator[Timing]:
-        """The linear part of as many artifacts as one forward pass compiles; no head forgets its interior."""
+        """The linear part of as many artifacts as one forward pass compiles; no head forgets its interior.
+
+        GDN's T is timed in two parts, for which other families have no counterpart.
+        """
         n, length = max(1, COMPILE_TOKENS // self.work.segment_tokens), self.work.segment_tokens
+        if linear.family != "gdn":
+            yield from compile_cases(self, linear, n)
+            return
         seam, layer = min(self.w, length), linear.layer_ids[0]
         parameters, (x, a, b) = self._gdn(linear, n * length)
         parameters["A_log"] -= 8.0
@@ -181,14 +188,17 @@ class Bench:
         """The linear layer of a warm link: system, then seam and artifact of each segment, then the query."""
         work = self.work
         tokens = work.seams(self.w)
-        parameters, (x, a, b) = self._gdn(linear, tokens)
-        arena, layer = self.arena(work.segments), linear.layer_ids[0]
         seam, at = min(self.w, work.segment_tokens), work.system
         items = [ChainItem(0, work.system)] if work.system else []
         for i in range(work.segments):
             items.append(ChainItem(at, seam, i * self.stride, min(linear.conv_width, self.interior)))
             at += seam
         items.append(ChainItem(at, work.query))
+        if linear.family != "gdn":
+            yield chain_case(self, linear, items, tokens)
+            return
+        parameters, (x, a, b) = self._gdn(linear, tokens)
+        arena, layer = self.arena(work.segments), linear.layer_ids[0]
         plan = ChainPlan.build(
             rows=[items], slot=[0], fresh=[True], conv_width=linear.conv_width + 1, device=self.device
         )

@@ -174,6 +174,25 @@ def test_kernels_of_a_linear_layer_are_timed_and_add_up() -> None:
     assert compile_milliseconds(timings, work) == pytest.approx(expected)
 
 
+def test_kernels_of_another_family_are_timed_and_add_up() -> None:
+    """Mamba2: T is one number per head."""
+    linear = LinearShape(
+        (0, 1, 2), heads=4, d_k=16, d_v=24, conv_channels=160, conv_width=3, conv_dtype="float32", family="mamba2",
+        operator="log_decay",
+    )  # fmt: skip
+    work = Workload(system=3, segments=3, segment_tokens=70, query=4, reps=2)
+    timings = list(Bench(ArtifactLayout(linear, None), 2, torch.float32, Plan(("kernels",), work, 8), "cpu").cases())
+    by_case = {t.case: t for t in timings}
+    parts = [f"compile: {part}, one layer" for part in ("T", "states after the seams", "S")]
+    assert list(by_case)[1:] == [*parts, "link: chain, one layer"]
+    assert all(len(t.values) == 2 and min(t.values) > 0 for t in timings)
+    assert by_case["link: chain, one layer"].shape["tokens"] == work.seams(8)
+    assert by_case["link: chain, one layer"].shape["bytes"] == 3 * 4 * (1 + 16 * 24) * 4
+    at_once = by_case[parts[0]].shape["segments"]
+    expected = sum(by_case[part].median * 3 * 3 / at_once for part in parts)
+    assert compile_milliseconds(timings, work) == pytest.approx(expected)
+
+
 def test_what_came_back_is_shown(tmp_path: Path) -> None:
     def engine(name: str, cold: float) -> EngineRun:
         timings = [Timing(suite="ttft", case="cold", values=[cold, cold], cached=[0, 0])]

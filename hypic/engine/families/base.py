@@ -93,6 +93,10 @@ class Family(ABC):
     def layers(self, model: Any) -> dict[int, LinearLayer]:
         """The linear layers of a loaded model, by layer id."""
 
+    def random_layer(self, shape: LinearShape, randn: Callable[..., Tensor]) -> LinearLayer:
+        """A layer of this shape with random parameters, for benchmarks; ``randn(*size, dtype=...)``."""
+        raise NotImplementedError(f"{self.title}: no layer with random parameters to time")
+
     def shape(
         self,
         layer_ids: tuple[int, ...],

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from hypic.artifact.layout import LinearShape
 from hypic.engine.families.base import Family, Inputs, LinearLayer, Memory
 from hypic.engine.linear import LinkedLinear
 from hypic.kernels.chain_plans import ChainPlan
@@ -156,6 +158,23 @@ class Mamba2(Family):
                     layer_id = module.layer_id if hasattr(module, "layer_id") else module.layer_idx
                     found[layer_id] = MixerLayer.of(child)
         return found
+
+    def random_layer(self, shape: LinearShape, randn: Callable[..., Tensor]) -> LinearLayer:
+        heads, d_v, d_k, channels = shape.heads, shape.d_v, shape.d_k, shape.conv_channels
+        return MixerLayer(
+            Mamba2Layer(
+                conv_weight=randn(channels, shape.conv_width + 1),
+                conv_bias=randn(channels),
+                activation="silu",
+                A=-randn(heads, dtype=torch.float32).exp() / 1000,
+                dt_bias=randn(heads),
+                skip=randn(heads),
+                heads=heads,
+                groups=(channels - heads * d_v) // (2 * d_k),
+                d_v=d_v,
+                d_k=d_k,
+            )
+        )
 
 
 FAMILY = Mamba2()

@@ -14,6 +14,7 @@ from hypic.commands.selfcheck import selfcheck
 from hypic.commands.serve import PASS_FLAGS_ON, serve
 from hypic.commands.simulate import simulate
 from hypic.commands.states import states
+from hypic.commands.top import top
 
 app = typer.Typer(
     name="hypic",
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 app.command("serve", context_settings=PASS_FLAGS_ON)(serve)
 app.command("launch", context_settings=PASS_FLAGS_ON)(launch)
+app.command("top")(top)
 app.command("selfcheck", context_settings=PASS_FLAGS_ON)(selfcheck)
 app.command("bench", context_settings=PASS_FLAGS_ON)(bench)
 app.command("replay", context_settings=PASS_FLAGS_ON)(replay)

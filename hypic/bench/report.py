@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 from rich.table import Table
 
+from hypic.bench import scatter
 from hypic.bench.result import BenchResult, EngineRun, Timing
 from hypic.bench.suites import KERNELS
+from hypic.bench.workload import Workload
 
 FIT_TERMS = ("fixed", "per segment", "per computed token", "per cached token", "per attended pair")
 
@@ -41,6 +43,8 @@ def tables(result: BenchResult) -> Iterator[Table]:
     """One table per suite, and one of the fit."""
     for suite in dict.fromkeys(t.suite for e in result.engines for t in e.timings):
         yield _kernels_table(result) if suite == KERNELS else _suite_table(suite, result)
+    if result.scatter is not None:
+        yield scatter.table(result.scatter, Workload(**result.workload))
     if result.fit:
         table = Table(title="TTFT of a warm link in ms, fitted to the points of the scale suite")
         for name in result.fit:

@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from hypic.bench.scatter import ScatterResult
+
 
 class Timing(msgspec.Struct, kw_only=True):
     """Repetitions of one case on one engine.
@@ -56,6 +58,7 @@ class BenchResult(msgspec.Struct, kw_only=True):
         selfcheck: entries of `hypic selfcheck --json` under the same flags; empty if it was not run.
         fit: coefficients of the scale suite (`hypic.bench.report.fit`), or None.
         artifact_share: what building and capturing artifacts takes, by the kernels suite, of hypic's cold TTFT.
+        scatter: the scatter suite's runs and costs (`hypic.bench.scatter`), or None.
     """
 
     command: list[str]
@@ -67,3 +70,4 @@ class BenchResult(msgspec.Struct, kw_only=True):
     engines: list[EngineRun]
     fit: dict[str, float] | None = None
     artifact_share: float | None = None
+    scatter: ScatterResult | None = None

@@ -18,7 +18,8 @@ from hypic.bench.kernels import compile_milliseconds
 from hypic.bench.provenance import machine, versions
 from hypic.bench.report import fit
 from hypic.bench.result import BenchResult, EngineRun
-from hypic.bench.suites import KERNELS, Plan
+from hypic.bench.scatter import ScatterResult, run_scatter
+from hypic.bench.suites import KERNELS, SCATTER, Plan
 from hypic.commands.serve import flag_value
 from hypic.config import HypicConfig
 from hypic.platform_cpu import CPU_MODE
@@ -77,7 +78,7 @@ def run_bench(
         selfcheck=checks,
         engines=[],
     )
-    if set(plan.suites) == {KERNELS}:
+    if set(plan.suites) <= {KERNELS, SCATTER}:
         todo = []
     for name, flags, env in todo:
         say(f"{name}: starting {shlex.join(flags)}")
@@ -96,7 +97,33 @@ def run_bench(
         cold = [t.median for t in ours_timed if (t.suite, t.case) == ("ttft", "cold")]
         result.artifact_share = spent / cold[0] if spent and cold else None
         keep(result)
+    if SCATTER in plan.suites:
+        result.scatter = _scatter(plan, argv, config, ours, say)
+        keep(result)
     return result
+
+
+def _scatter(
+    plan: Plan, argv: list[str], config: HypicConfig, env: Mapping[str, str], say: Callable[[str], None]
+) -> ScatterResult:
+    """Raises BenchError."""
+    from hypic.router.launch.plan import LaunchError
+
+    config_file = Path(flag_value(argv, "--model-path") or "") / "config.json"
+    try:
+        found = json.loads(config_file.read_text())
+        vocab = int((found.get("text_config") or found)["vocab_size"])
+    except (OSError, ValueError, KeyError) as e:
+        raise BenchError(f"{config_file}: no vocab_size: {e!r}") from None
+    before = dict(os.environ)
+    os.environ.update(env)
+    try:
+        return run_scatter(plan.workload, argv, plan.workers, vocab=vocab, say=say)
+    except (LaunchError, RuntimeError, OSError) as e:
+        raise BenchError(f"scatter: {e}") from None
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _child(name: str, module: list[str], env: Mapping[str, str], say: Callable[[str], None]) -> Iterator[EngineRun]:

@@ -8,6 +8,7 @@ ttft         cold: a prompt never seen. prefix hit: the same documents in the sa
 concurrency  warm (stock: prefix hit) requests sent at once: the worst TTFT of each round.
 scale        warm TTFT over numbers and lengths of segments (hypic only).
 kernels      hypic's kernels at the model's shape, without an engine (``hypic.bench.kernels``).
+scatter      cold prompts over numbers of workers behind a router (``hypic.bench.scatter``).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Plan(msgspec.Struct, frozen=True):
         seam_window: hypic's w, so that stock can be given as many new tokens.
         grid: (segments, tokens of a segment) of the scale suite.
         together: numbers of requests of the concurrency suite.
+        workers: numbers of workers of the scatter suite.
     """
 
     suites: tuple[str, ...]
@@ -47,6 +49,7 @@ class Plan(msgspec.Struct, frozen=True):
     seam_window: int
     grid: tuple[tuple[int, int], ...] = ()
     together: tuple[int, ...] = TOGETHER
+    workers: tuple[int, ...] = (1, 2)
 
 
 def ttft(client: Client, plan: Plan) -> Iterator[Timing]:
@@ -152,6 +155,7 @@ SUITES: dict[str, Callable[[Client, Plan], Iterator[Timing]]] = {
 
 
 KERNELS = "kernels"
+SCATTER = "scatter"
 
 
 class NotWarm(RuntimeError):

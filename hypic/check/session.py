@@ -22,7 +22,7 @@ import torch
 from hypic.check.engines import environ_with, start_engine
 from hypic.config import HypicConfig
 from hypic.platform_cpu import CPU_MODE
-from hypic.report import Report
+from hypic.report import BOUGHT, HITS, Report
 
 ANSWER_TIMEOUT = 180.0
 """Seconds after which a request is lost; a busy laptop needs a few."""
@@ -86,7 +86,7 @@ class Answer(NamedTuple):
     @property
     def linked(self) -> tuple[tuple[int, int], ...]:
         """The segments that were served from artifacts, or from the radix tree that once got them from there."""
-        served = ("hit_device", "hit_radix", "compiled", "waited")
+        served = (*HITS, "hit_radix", *BOUGHT)
         return tuple((s.start, s.start + s.tokens) for s in self.report.spans if s.outcome in served)
 
 
@@ -131,7 +131,7 @@ class Session:
         model_config = self._engine.tokenizer_manager.model_config
         self.vocab_size: int = model_config.vocab_size
         self.dtype = str(model_config.dtype).removeprefix("torch.")
-        self.watched = _watched(self.vocab_size)
+        self.watched = watched_ids(self.vocab_size)
         """Token ids whose logprobs are compared at every step: all of a small vocabulary, a sample of a large one."""
 
     def __enter__(self) -> Session:
@@ -175,7 +175,7 @@ class Session:
             token_ids_logprob=self.watched,
             rid=rid,
         )
-        return _answer(await self._patiently(request))
+        return read_answer(await self._patiently(request))
 
     def abort(self, rid: str) -> None:
         """What SGLang does when a client disconnects."""
@@ -321,13 +321,15 @@ def _activate_here() -> None:
     plugin.require_applied()
 
 
-def _watched(vocab_size: int) -> list[int]:
+def watched_ids(vocab_size: int) -> list[int]:
+    """Token ids whose logprobs are compared."""
     if vocab_size <= _WATCHED_IN_FULL:
         return list(range(vocab_size))
     return sorted({i * vocab_size // _WATCHED_SAMPLE for i in range(_WATCHED_SAMPLE)})
 
 
-def _answer(out: dict[str, Any]) -> Answer:
+def read_answer(out: dict[str, Any]) -> Answer:
+    """What SGLang gives out for a request of a check. Raises Aborted."""
     meta = out["meta_info"]
     if (meta.get("finish_reason") or {}).get("type") == "abort":
         raise Aborted(meta["finish_reason"].get("message") or "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,9 @@ import typer
 from rich.console import Console
 
 from hypic.bench.result import BenchResult
-from hypic.bench.suites import KERNELS, MAX_SCALE_TOKENS, SUITES, TOGETHER, Plan
+from hypic.bench.scatter import ScatterResult
+from hypic.bench.scatter import plot as plot_scatter
+from hypic.bench.suites import KERNELS, MAX_SCALE_TOKENS, SCATTER, SUITES, TOGETHER, Plan
 from hypic.bench.workload import Workload
 from hypic.commands.flags import setting, take_hypic_flags
 from hypic.commands.serve import ServeError, timed_argv, wants_cpu
@@ -24,7 +27,7 @@ TABLE_WIDTH = 110
 
 def bench(
     args: Annotated[list[str], typer.Argument(metavar="MODEL [SGLANG FLAGS]", help="A model, then SGLang's flags.")],
-    suites: Annotated[str, typer.Option(help=f"Which of {', '.join(SUITES)}, {KERNELS}.")] = "ttft",
+    suites: Annotated[str, typer.Option(help=f"Which of {', '.join(SUITES)}, {KERNELS}, {SCATTER}.")] = "ttft",
     segments: Annotated[int, typer.Option(min=1, help="Segments in a prompt.")] = 16,
     segment_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a segment.")] = 2048,
     system: Annotated[int, typer.Option(min=0, help="Tokens in front of the segments.")] = 32,
@@ -34,6 +37,7 @@ def bench(
     together: Annotated[str, typer.Option(help="concurrency: numbers of requests.")] = ",".join(map(str, TOGETHER)),
     counts: Annotated[str, typer.Option(help="scale: numbers of segments.")] = SEGMENT_COUNTS,
     lengths: Annotated[str, typer.Option(help="scale: tokens of a segment.")] = SEGMENT_LENGTHS,
+    workers: Annotated[str, typer.Option(help="scatter: numbers of workers, 1 among them.")] = "1,2",
     memory: Annotated[str | None, typer.Option("--hypic-memory", help="Arena size, for example 8GiB.")] = None,
     engines: Annotated[str, typer.Option(help="Which engines to time: stock,hypic or one of them.")] = "stock,hypic",
     baseline: Annotated[
@@ -49,7 +53,8 @@ def bench(
 
     ttft: cold, prefix hit, warm, next turn; ordinary requests, decoding, throughput. concurrency: warm requests at once. scale:
     warm links over numbers and lengths of segments (up to 262,144 tokens in all), with a fit of what the time is made of.
-    kernels: hypic's own kernels alone, and their share of a cold TTFT.
+    kernels: hypic's own kernels alone, and their share of a cold TTFT. scatter: cold prompts of equal and of uneven segments
+    on several workers behind a router, LPT and round robin, beside one worker and the simulation.
 
     Times are TTFT from generate(input_ids) to the first token. First hypic's self-check runs on a tiny model under the
     same flags; if it fails, nothing is timed. `--load-format dummy` measures a shape without its weights.
@@ -58,9 +63,12 @@ def bench(
     from hypic.bench.runner import BenchError, run_bench
 
     console = Console(stderr=True)
-    names, wanted = _names("--engines", engines, ("stock", "hypic")), _names("--suites", suites, (*SUITES, KERNELS))
-    numbers = {"--counts": counts, "--lengths": lengths, "--together": together}
-    many, long, at_once = (_numbers(flag, text) for flag, text in numbers.items())
+    names, wanted = (
+        _names("--engines", engines, ("stock", "hypic")),
+        _names("--suites", suites, (*SUITES, KERNELS, SCATTER)),
+    )
+    numbers = {"--counts": counts, "--lengths": lengths, "--together": together, "--workers": workers}
+    many, long, at_once, several = (_numbers(flag, text) for flag, text in numbers.items())
     try:
         more = {"memory": setting("memory", memory)} if memory else {}
         rest, config = take_hypic_flags(args, msgspec.structs.replace(from_env(), enabled=True, **more))
@@ -70,7 +78,7 @@ def bench(
         raise typer.BadParameter(str(e)) from None
     work = Workload(system, segments, segment_tokens, query, reps, seed)
     grid = [(n, m) for n in many for m in long if system + n * m + query <= MAX_SCALE_TOKENS]
-    plan = Plan(tuple(wanted), work, config.seam_window, tuple(grid), tuple(at_once))
+    plan = Plan(tuple(wanted), work, config.seam_window, tuple(grid), tuple(at_once), tuple(several))
     if out:
         try:
             out.mkdir(parents=True, exist_ok=True)
@@ -96,6 +104,8 @@ def bench(
             "hypic bench: the self-check was not run: these figures do not say that the answers are right",
             style="yellow",
         )
+    if out and result.scatter is not None:
+        _write_scatter(out, result.scatter)
     if out and not plot(result, out / "bench.png"):
         console.print("hypic bench: no bench.png, since matplotlib is not installed", style="yellow")
     if as_json:
@@ -113,6 +123,13 @@ def _encoded(result: BenchResult) -> str:
 
 def _write(out: Path, result: BenchResult) -> None:
     (out / "bench.json").write_text(_encoded(result) + "\n")
+
+
+def _write_scatter(out: Path, result: ScatterResult) -> None:
+    """Measured costs, for `hypic simulate` and `hypic launch --costs`, and a plot if matplotlib is there."""
+    (out / "costs.json").write_bytes(msgspec.json.format(msgspec.json.encode(result.costs), indent=1) + b"\n")
+    with contextlib.suppress(ImportError):
+        plot_scatter(result, out / "scatter.png")
 
 
 def _names(flag: str, text: str, known: tuple[str, ...]) -> list[str]:

@@ -19,8 +19,8 @@ from rich.table import Table
 
 from hypic.check.result import CHECKS
 from hypic.commands.flags import take_hypic_flags
-from hypic.commands.serve import ServeError, sglang_argv, wants_cpu
-from hypic.config import ConfigError, from_env
+from hypic.commands.serve import ServeError, flag_value, sglang_argv, wants_cpu
+from hypic.config import ConfigError, HypicConfig, from_env
 from hypic.platform_cpu import CPU_MODE
 from hypic.platform_cpu.defaults import set_environment
 
@@ -39,6 +39,9 @@ def selfcheck(
     checks: Annotated[str, typer.Option(help="Which checks, for example P1,P4.")] = "P1,P2,P3,P4,P5,P6",
     soak: Annotated[int, typer.Option(help="Requests of the soak in P5.")] = 40,
     seed: Annotated[int, typer.Option(help="Seed of all prompts.")] = 0,
+    workers: Annotated[
+        int, typer.Option(min=0, help="Check P3 and P4 on so many workers behind a router, and nothing else.")
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Run the checks P1 to P6 on MODEL and exit with 1 if one fails.
@@ -46,6 +49,8 @@ def selfcheck(
     P1 one segment equals full recompute. P2 so do links whose seams cover everything. P3 artifacts do not depend on what
     compiled them, and requests do not touch each other. P4 a link equals an independent oracle. P5 a soak with aborts and
     retractions leaves every slot accounted for. P6 the next turn reuses a linked conversation, and nobody else does.
+
+    With --workers N: P3 and P4 across the workers of a cluster, whose answers must be those of one worker alone.
 
     A check that cannot be made (the oracle does not know the model, say) is skipped, which is not a pass.
     """
@@ -67,11 +72,19 @@ def selfcheck(
         set_environment()
     from hypic.check.selfcheck import Plan
 
+    if workers:
+        _check_workers(argv, config, workers, seed, as_json)
+        return
     flags = server_fields(argv)
     path = flags.pop("model_path", None)
     plan = Plan(checks=wanted, seed=seed, soak=soak, config=config, flags=flags)
     with engine_output() as (terminal, log):
         results = _run(path, plan, Console(file=terminal))
+    _finish(results, log, as_json)
+
+
+def _finish(results: list[CheckResult], log: Path, as_json: bool) -> None:
+    """Print what was found; exit with 1 if a check failed."""
     failed = not any(r.passed for r in results) or any(r.status == "failed" for r in results)
     if as_json:
         entries = {f"{r.model}:{r.name}": msgspec.to_builtins(r) for r in results}
@@ -82,6 +95,31 @@ def selfcheck(
         typer.echo(f"What the engines printed: {log}", err=True)
         raise typer.Exit(1)
     log.unlink()
+
+
+def _check_workers(argv: list[str], config: HypicConfig, workers: int, seed: int, as_json: bool) -> None:
+    from hypic.check.selfcheck import default_models
+    from hypic.check.workers import check_workers
+
+    path = flag_value(argv, "--model-path")
+    rest = [*argv]
+    if path is not None:
+        at = rest.index("--model-path")
+        del rest[at : at + 2]
+    with engine_output() as (terminal, log):
+        console, results = Console(file=terminal), []
+        with console.status("starting") as status:
+            for name, model in [(path, Path(path))] if path else default_models():
+
+                def progress(what: str, _done: int, _of: int, name: str = name) -> None:
+                    status.update(f"{name}: {what}")
+
+                for result in check_workers(name, model, rest, config, workers, seed, progress):
+                    results.append(result)
+                    console.print(
+                        f"{result.status:8}{name} {result.name} {result.detail}", highlight=False, markup=False
+                    )
+    _finish(results, log, as_json)
 
 
 def _run(path: str | None, plan: Plan, console: Console) -> list[CheckResult]:

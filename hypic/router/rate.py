@@ -1,4 +1,4 @@
-"""How fast something is, from reports of how long each part took, where parts may have been done at the same time."""
+"""How fast something is, from reports of how long each part took."""
 
 from __future__ import annotations
 
@@ -12,8 +12,25 @@ short part that was lucky counts for little."""
 _LEAST_SECONDS = 50e-6
 
 
+class Rate(msgspec.Struct):
+    """Parts that each took time of their own.
+
+    Attributes:
+        rate: 0 if unknown.
+        seconds: of work that it stands for.
+    """
+
+    rate: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, amount: float, seconds: float) -> None:
+        kept = self.seconds * math.exp(-seconds / MEMORY) if self.rate else 0.0
+        self.seconds = kept + seconds
+        self.rate = (self.rate * kept + amount) / self.seconds
+
+
 class Window(msgspec.Struct):
-    """Parts of work that overlap: only their sum is a measurement. Worker and pipe are one, however much is in them.
+    """Parts that overlap, such as transfers: only their sum is a measurement. The pipe is one, however much is in it.
 
     Attributes:
         begin, until: from the first part's begin to the last one's end.
@@ -43,18 +60,13 @@ class Window(msgspec.Struct):
         return self.weight * math.exp((self.begin - self.until) / MEMORY)
 
 
-def extended(window: Window | None, amount: float, seconds: float, now: float, known: float = 0.0) -> Window:
-    """The window with another part, which took `seconds` up to `now`; a new one if it begins after all others had ended.
-
-    Args:
-        window: the last one; None if nothing was measured.
-        known: the rate so far, if not that of the window.
-    """
+def extended(window: Window | None, amount: float, seconds: float, now: float) -> Window:
+    """The window with another part, which took `seconds` up to `now`; a new one if it begins after all others had ended."""
     begin = now - max(seconds, _LEAST_SECONDS)
     if window is None:
         return Window(begin, now, amount, 0.0, 0.0)
     if begin > window.until:
-        return Window(begin, now, amount, known or window.rate, window.seconds)
+        return Window(begin, now, amount, window.rate, window.seconds)
     return Window(
         min(window.begin, begin), max(window.until, now), window.amount + amount, window.before, window.weight
     )

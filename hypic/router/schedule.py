@@ -13,7 +13,7 @@ import msgspec
 
 from hypic.router.costs import Costs
 from hypic.router.directory import Directory
-from hypic.router.rate import Window, extended
+from hypic.router.rate import Rate
 
 Policy = Literal["lpt", "round_robin"]
 Role = Literal["here", "send", "join", "compile"]
@@ -57,14 +57,16 @@ class Worker(msgspec.Struct):
     running: int = 0
     tokens_per_s: float = 0.0
 
-    window: Window | None = None
-    """The compiles that were measured last."""
+    speed: Rate = msgspec.field(default_factory=Rate)
+    measured_at: float = 0.0
+    """When a compile was measured last."""
 
     def measured(self, tokens: int, seconds: float, now: float) -> None:
-        """A compile of `tokens` took `seconds` up to `now`. Those of one pass come one by one, and overlap."""
+        """A compile of `tokens` took `seconds` of the worker's time, and ended at `now`."""
         if tokens > 0 and seconds > 0:
-            self.window = extended(self.window, tokens, seconds, now, self.tokens_per_s)
-            self.tokens_per_s = self.window.rate
+            self.speed.rate = self.tokens_per_s
+            self.speed.add(tokens, seconds)
+            self.tokens_per_s, self.measured_at = self.speed.rate, now
 
 
 class Flight(msgspec.Struct):
@@ -156,7 +158,7 @@ class Cluster:
         """Speeds that were measured long ago drift to the median of all. Call it about once a second."""
         known = sorted(w.tokens_per_s for w in self.workers.values() if w.tokens_per_s)
         for worker in self.workers.values():
-            if worker.window is not None and now - worker.window.until > STALE:
+            if worker.measured_at and now - worker.measured_at > STALE:
                 worker.tokens_per_s += DRIFT * (known[len(known) // 2] - worker.tokens_per_s)
 
     def linked(self, combine: str) -> None:

@@ -160,7 +160,7 @@ class Router:
         elif isinstance(message, m.Arrived) and worker and message.ok:
             nbytes = self.coordinator.nbytes(message.request, message.key)
             self._reckon(lambda: self.measured.arrived(worker, nbytes, message.seconds, now))
-        self.recorder.received(message, now)
+        self.recorder.received(worker, message, now)
         return self._noted(self.coordinator.receive(peer, message, now), now)
 
     def tick(self, now: float) -> list[Action]:

@@ -29,7 +29,7 @@ class SegmentLine(msgspec.Struct, kw_only=True):
         id: name of its content, as in the report.
         role: how the combine worker was to come by its artifact (:data:`hypic.router.schedule.Role`).
         worker: who holds it or compiles it; after a reroute, the last one.
-        begun, done: its compile, if one was ordered.
+        begun, done: the forward pass that compiled it, others perhaps with it, if it was compiled for this request.
         sent, arrived: its way to the combine worker.
         rerouted: how many times its source was replaced.
     """
@@ -81,10 +81,19 @@ class Timeline(msgspec.Struct, kw_only=True):
         return {k: v for k, v in out.items() if v is not None}
 
 
+class _Pass:
+    """Compiles of one worker that ended together: each says what its share of the time was."""
+
+    def __init__(self, begun: float):
+        self.begun = self.done = begun
+        self.lines: list[tuple[float, SegmentLine]] = []
+
+
 class Recorder:
     """Timelines of the requests under way and of the last ones."""
 
     def __init__(self) -> None:
+        self._passes: dict[str, _Pass] = {}
         self.recent: deque[Timeline] = deque(maxlen=RECENT)
         self._live: OrderedDict[str, tuple[Timeline, float, dict[bytes, SegmentLine]]] = OrderedDict()
 
@@ -122,19 +131,28 @@ class Recorder:
         self.recent.append(timeline)
         return timeline
 
-    def received(self, message: Any, now: float) -> None:
+    def received(self, worker: str, message: Any, now: float) -> None:
         """A message of a worker."""
-        if isinstance(message, m.Compiled):
-            for start, line in self._lines(message.key, self._live):
-                if message.ok and line.done is None and line.role != "here":
-                    line.done = _ms(start, now)
-                    line.begun = _ms(start, now - message.seconds)
+        if isinstance(message, m.Compiled) and message.ok:
+            self._compiled(worker, message, now)
         elif isinstance(message, m.Arrived):
             for start, line in self._lines(message.key, (message.request,)):
                 if message.ok:
                     line.arrived, line.sent = _ms(start, now), _ms(start, now - message.seconds)
         elif isinstance(message, m.Expecting) and (found := self._live.get(message.request)):
             found[0].expected = _ms(found[1], now)
+
+    def _compiled(self, worker: str, message: m.Compiled, now: float) -> None:
+        found = self._passes.get(worker)
+        if found is None or now - message.seconds > found.done:
+            found = self._passes[worker] = _Pass(now)
+        found.begun, found.done = found.begun - message.seconds, now
+        for start, line in self._lines(message.key, self._live):
+            if line.done is None and line.role != "here":
+                line.done = _ms(start, now)
+                found.lines.append((start, line))
+        for start, line in found.lines:
+            line.begun = _ms(start, found.begun)
 
     def acted(self, actions: Iterable[Action], now: float) -> None:
         """What the coordinator decided."""

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hypic.bench.scatter import ask
+from hypic.check.judge import Judge
 from hypic.check.session import Prompt
+from hypic.check.workers import Endpoint, check_p3_across
+from hypic.config import HypicConfig
 from tests.cases.driving import Writer
 from tests.cluster.launched import Cluster, Worker
 from tests.server.serving import CHAT, COMPLETIONS, GENERATE, MARK, TextWriter
@@ -178,3 +184,21 @@ def test_what_the_endpoint_says_of_itself(cluster: Cluster, write: Writer) -> No
     assert costs["artifact_bytes"] > 0 and costs["forward_tokens"] > 0
     assert cluster.http.post("/flush_cache").status_code == 200
     cluster.wait(lambda: not any(w["artifacts"] for w in cluster.workers().values()), "flushed everywhere")
+
+
+def test_a_benchmark_and_the_self_check_on_it(
+    cluster: Cluster, tiny_model: Callable[[str], Path], write: Writer
+) -> None:
+    """`hypic bench --suites scatter` and `hypic selfcheck --workers` ask like this; P3 of the latter, on long documents."""
+    prompt = long_prompt(write)
+    sample = ask(cluster.url, list(prompt.ids), [list(s) for s in prompt.segments])
+    assert sample.workers > 1 and min(sample.compile, sample.link) > 0 <= sample.exposed
+    assert sample.timeline["scattered"] and sample.ttft >= sample.timeline["first_token"]
+    model = tiny_model("qwen35")
+    ends = [
+        Endpoint(url, HypicConfig(), 1536, "float32")
+        for url in (cluster.url, *(w["http"] for w in cluster.workers().values()))
+    ]
+    found = check_p3_across(ends[0], ends[1:], Judge("qwen35", str(model), 1), seed=1, rounds=1, lengths=(600,) * 6)
+    assert found.passed, found.detail
+    assert found.n == 2 and "received" in found.detail

@@ -80,7 +80,7 @@ def test_a_request_from_beginning_to_end() -> None:
     for order in orders:
         assert compiled(c, order) == []
         assert compiled(c, order) == [], "an echo"
-    assert c.cluster.workers["w1"].tokens_per_s == 4000, "two in the same half second"
+    assert c.cluster.workers["w1"].tokens_per_s == 2000
     for k in awaited:
         assert c.receive(b"w0", m.Arrived(request="r", key=k, ok=True), 1.0) == []
     c.first_token("r")
@@ -279,7 +279,7 @@ def test_storm(seed: int) -> None:
             if rng.random() < 0.05:
                 take(c.receive(peer, m.Stored(seq=rng.randint(1, 3), keys=(key(rng.randrange(13)),), nbytes=(1,)), now))
         take(c.tick(now))
-    for _ in range(20):  # the dust settles: deadlines are missed
+    for _ in range(60):  # the dust settles: deadlines are missed, one after the other
         now += 5
         for peer in live.values():
             take(c.receive(peer, m.Heartbeat(seq=1, queued_tokens=0, running=0, free=0), now))

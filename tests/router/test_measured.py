@@ -6,7 +6,7 @@ import pytest
 
 from hypic.router.costs import Costs
 from hypic.router.measured import BUILT_IN, Measured
-from hypic.router.rate import extended
+from hypic.router.rate import Rate, extended
 from hypic.router.schedule import Cluster, Segment, Worker, place
 
 
@@ -25,12 +25,15 @@ def test_transfers_that_overlap_share_a_pipe() -> None:
 
 def test_a_rate_is_an_average_over_the_last_seconds_of_work() -> None:
     """A short part that was lucky counts for little, an hour of work long ago for nothing."""
-    window = extended(None, 1000, 1.0, now=10.0)
-    assert window.rate == 1000
-    lucky = extended(window, 200, 0.01, now=20.0)
-    assert 1000 < lucky.rate < 1250
-    slow = extended(lucky, 10_000, 100.0, now=200.0)
-    assert slow.rate == pytest.approx(100, rel=0.01)
+    rate = Rate()
+    rate.add(1000, 1.0)
+    assert (rate.rate, rate.seconds) == (1000, 1.0)
+    rate.add(200, 0.01)
+    assert 1000 < rate.rate < 1250
+    window = extended(extended(None, 1000, 1.0, now=10.0), 200, 0.01, now=20.0)
+    assert window.rate == pytest.approx(rate.rate), "the same where nothing overlaps"
+    rate.add(10_000, 100.0)
+    assert rate.rate == pytest.approx(100, rel=0.01)
 
 
 @pytest.mark.parametrize(("gb_s", "scattered"), [(10.0, True), (0.0001, False)])

@@ -14,8 +14,9 @@ import zmq.asyncio
 from hypic.router import messages as m
 from hypic.router.actions import Settings
 from hypic.router.costs import Costs
-from hypic.router.schedule import NoWorkers
+from hypic.router.schedule import NoWorkers, Placement, Source
 from hypic.router.service import Reachable, Router, WorkerLost
+from hypic.router.timeline import Recorder
 from tests.router.scripted import ScriptedWorker, control, key, prompts
 
 COSTS = Costs(tokens_per_s=1000, forward_tokens=1000, transfer_gb_s=100, link_s=0.1)
@@ -227,3 +228,17 @@ def test_new_weights_on_one_worker_after_the_other(folder: Path) -> None:
 def _with_identity(hello: m.Hello, identity: bytes) -> m.Hello:
     fields = {name: getattr(hello, name) for name in hello.__struct_fields__}
     return m.Hello(**{**fields, "identity": identity})
+
+
+def test_compiles_of_one_pass_are_one_bar() -> None:
+    """Three that share a pass of 300 ms, then one alone: each says its share, and the bars are those of the passes."""
+    recorder = Recorder()
+    placement = Placement("w0", {key(i): Source("compile", "w0") for i in range(4)}, False, 0.0)
+    timeline = recorder.begin("r", "rid", 4000, now=100.0)
+    recorder.placed("r", placement, prompts(4), now=100.0)
+    for i in range(3):
+        recorder.received("w0", m.Compiled(flight=i, key=key(i), ok=True, seconds=0.1), now=100.5 + i / 1e4)
+    recorder.received("w0", m.Compiled(flight=3, key=key(3), ok=True, seconds=0.2), now=100.71)
+    recorder.received("w1", m.Compiled(flight=3, key=key(3), ok=True, seconds=0.2), now=100.71)
+    bars = [(x.begun, x.done) for x in timeline.segments]
+    assert bars == [(200.0, 500.0), (200.0, 500.1), (200.0, 500.2), (510.0, 710.0)]

@@ -38,7 +38,7 @@ COVERAGE = (
     Covered("nemotronh", "NemotronHForCausalLM", "Nemotron-H, Nemotron-3", "Mamba2", "none", ("P1", "P3", "P4", "P6")),
     Covered(
         "falconh1", "FalconH1ForCausalLM", "Falcon-H1", "Mamba2", "RoPE", ("P1", "P4"), False,
-        "attention and Mamba2 in every layer",
+        "attention and Mamba2 in every layer; one rank",
     ),
     Covered(
         "granite4h", "GraniteMoeHybridForCausalLM", "Granite-4-H", "Mamba2", "none", ("P1",), False,

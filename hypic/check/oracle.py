@@ -18,7 +18,9 @@ import transformers
 from torch import Tensor
 
 from hypic.check.hf_mamba import one_chunk_scans
+from hypic.check.kimi_linear import KimiLinear
 from hypic.check.oracle_blocks import block_of
+from hypic.check.oracle_kimi import PairedRope, Rope
 from hypic.check.oracle_mixers import RopeTable, interior
 
 DELTA_AND_ATTENTION = (
@@ -30,8 +32,10 @@ DELTA_AND_ATTENTION = (
     "Qwen3_5MoeForCausalLM",
     "Qwen3_5MoeForConditionalGeneration",
 )
-ARCHITECTURES = (*DELTA_AND_ATTENTION, "FalconH1ForCausalLM", "NemotronHForCausalLM")
+ARCHITECTURES = (*DELTA_AND_ATTENTION, "FalconH1ForCausalLM", "NemotronHForCausalLM", "DeepseekV2ForCausalLM")
 """Names as in config.json, and of the transformers classes that load them."""
+_OURS: dict[str, Any] = {"KimiLinearForCausalLM": KimiLinear}
+"""What transformers has no class for."""
 
 
 class OracleError(ValueError):
@@ -69,7 +73,10 @@ class Oracle:
         rope = getattr(self._text, "rotary_emb", None)
         if rope is not None and rope.rope_type in ("dynamic", "longrope"):
             raise OracleError(f"rope_type {rope.rope_type!r}: K at a position also depends on the length of the prompt")
-        table = RopeTable(rope) if rope is not None else None
+        paired = self.model.config.model_type == "deepseek_v2" if rope is not None else False
+        table: Rope | None = None
+        if rope is not None:
+            table = PairedRope(rope) if paired else RopeTable(rope)
         self._embed = self._text.get_input_embeddings()
         self._norm = next(m for n in ("norm", "norm_f", "final_layernorm") if (m := getattr(self._text, n, None)))
         try:
@@ -119,7 +126,12 @@ class Oracle:
 
     @torch.inference_mode()
     def full(self, ids: Sequence[int], *, n_new: int, forced: Sequence[int] | None = None) -> OracleResult:
-        """Full recompute: Hugging Face's own forward, with its own cache. Arguments as in :meth:`link`."""
+        """Full recompute: Hugging Face's own forward, with its own cache. Arguments as in :meth:`link`.
+
+        Where transformers has no such model: a link of no segment.
+        """
+        if isinstance(self.model, tuple(_OURS.values())):
+            return self.link(ids, (), w=0, n_new=n_new, forced=forced)
         _linked_spans(len(ids), (), 0)
         cache = transformers.DynamicCache(config=self._text.config)
 
@@ -179,9 +191,12 @@ def _load(model_dir: Path) -> Any:
         names = json.loads((model_dir / "config.json").read_text()).get("architectures") or []
     except (OSError, ValueError) as e:
         raise OracleError(f"cannot read {model_dir / 'config.json'}: {e}") from None
-    name = next((n for n in names if n in ARCHITECTURES), None)
+    name = next((n for n in names if n in (*ARCHITECTURES, *_OURS)), None)
     if name is None:
-        raise OracleError(f"{model_dir}: architectures {names} unknown to the oracle, which has {list(ARCHITECTURES)}")
+        known = [*ARCHITECTURES, *_OURS]
+        raise OracleError(f"{model_dir}: architectures {names} unknown to the oracle, which has {known}")
+    if name in _OURS:
+        return _OURS[name].from_pretrained(model_dir).eval()
     cls = getattr(transformers, name)
     return one_chunk_scans(cls.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)).eval()
 

@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from hypic.check.oracle_kimi import KimiDelta, LatentAttention, Rope
 from hypic.check.oracle_mamba import Mamba2, SsmState, SsmTokens
-from hypic.check.oracle_mixers import KV, Attention, Mixer, NoRope, RopeTable, mixer_of
+from hypic.check.oracle_mixers import KV, Attention, Mixer, NoRope, mixer_of
 
 
 class PreNorm:
     """Qwen, Llama: x + mixer(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, layer: Any, rope: RopeTable) -> None:
+    def __init__(self, layer: Any, rope: Rope) -> None:
         self._layer, self._mixer = layer, mixer_of(layer, rope)
 
     def start(self) -> Any:
@@ -32,6 +33,27 @@ class PreNorm:
         return self._mixer.replay(state, record)
 
 
+class KimiLinear:
+    """Pre-norm as well: Kimi delta attention, or latent attention without positions."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        mixer = layer.self_attn
+        self._mixer: Mixer[Any, Any] = KimiDelta(mixer) if hasattr(mixer, "A_log") else LatentAttention(mixer, NoRope())
+
+    def start(self) -> Any:
+        return self._mixer.start()
+
+    def run(self, x: Tensor, state: Any) -> tuple[Tensor, Any, Any]:
+        layer = self._layer
+        y, state, record = self._mixer.run(layer.input_layernorm(x), state)
+        x = x + y
+        return x + layer.channels(layer.post_attention_layernorm(x)), state, record
+
+    def replay(self, state: Any, record: Any) -> Any:
+        return self._mixer.replay(state, record)
+
+
 class Nothing(NamedTuple):
     """State and record of a layer that mixes no tokens."""
 
@@ -39,7 +61,7 @@ class Nothing(NamedTuple):
 class NemotronH:
     """One module per layer: Mamba-2, attention without positions, MLP or mixture of experts."""
 
-    def __init__(self, layer: Any, rope: RopeTable | None) -> None:
+    def __init__(self, layer: Any, rope: Rope | None) -> None:
         self._layer = layer
         self._mixer: Mixer[Any, Any] | None = None
         if layer.block_type == "mamba":
@@ -71,7 +93,7 @@ class Both(NamedTuple):
 class FalconH1:
     """Attention and Mamba-2 on the same norm, both added; multipliers everywhere."""
 
-    def __init__(self, layer: Any, rope: RopeTable) -> None:
+    def __init__(self, layer: Any, rope: Rope) -> None:
         self._layer = layer
         self._attention, self._mamba = Attention(layer.self_attn, rope), Mamba2(layer.mamba)
 
@@ -96,10 +118,12 @@ class FalconH1:
         )
 
 
-def block_of(layer: Any, rope: RopeTable | None) -> Mixer[Any, Any]:
+def block_of(layer: Any, rope: Rope | None) -> Mixer[Any, Any]:
     """The block of one Hugging Face decoder layer. Raises NotImplementedError for a kind the oracle does not know."""
     if type(layer).__name__ == "NemotronHBlock":
         return NemotronH(layer, rope)
+    if type(layer).__name__ == "KimiDecoderLayer":
+        return KimiLinear(layer)
     if rope is None:
         raise NotImplementedError(f"{type(layer).__name__} in a model without a rotary embedding")
     return (FalconH1 if type(layer).__name__ == "FalconH1DecoderLayer" else PreNorm)(layer, rope)

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hypic.check.oracle_kimi import LatentAttention, Rope
+
 Record = TypeVar("Record", bound=tuple[Any, ...])
 State = TypeVar("State")
 
@@ -82,7 +84,7 @@ class Attention:
     """Causal full attention with grouped K/V heads; optional q/k norm (Qwen3), output gate (Qwen3-Next, Qwen3.5) and factor
     on K (Falcon-H1)."""
 
-    def __init__(self, module: Any, rope: RopeTable | NoRope) -> None:
+    def __init__(self, module: Any, rope: Rope) -> None:
         self._m, self._rope = module, rope
         self._d: int = module.head_dim
         self._per_kv: int = module.num_key_value_groups
@@ -222,11 +224,13 @@ class FusedDeltaNet(DeltaNet):
         return torch.cat([q, k, v], dim=-1), z, b, a
 
 
-def mixer_of(layer: Any, rope: RopeTable) -> Mixer[Any, Any]:
+def mixer_of(layer: Any, rope: Rope) -> Mixer[Any, Any]:
     """The mixer of one Hugging Face decoder layer. Raises NotImplementedError for a kind the oracle does not know."""
     if hasattr(layer, "self_attn"):
         if getattr(layer.self_attn, "sliding_window", None) is not None:
             raise NotImplementedError("sliding-window attention: the oracle only knows full attention")
+        if hasattr(layer.self_attn, "kv_lora_rank"):
+            return LatentAttention(layer.self_attn, rope)
         return Attention(layer.self_attn, rope)
     if hasattr(layer, "linear_attn"):
         return (FusedDeltaNet if hasattr(layer.linear_attn, "in_proj_qkvz") else DeltaNet)(layer.linear_attn)

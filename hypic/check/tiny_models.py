@@ -195,6 +195,63 @@ def _falconh1() -> Any:
     return FalconH1ForCausalLM(config)
 
 
+def _latent() -> dict[str, Any]:
+    """Multi-head latent attention."""
+    return dict(kv_lora_rank=48, qk_nope_head_dim=24, qk_rope_head_dim=16, v_head_dim=20, q_lora_rank=None)
+
+
+def _kimi() -> Any:
+    """Kimi-Linear-48B-A3B: three KDA layers, then latent attention without positions; and one of it to end with."""
+    from hypic.check.kimi_linear import KimiLinear
+
+    return KimiLinear(
+        _COMMON
+        | _latent()
+        | dict(
+            architectures=["KimiLinearForCausalLM"],
+            model_type="kimi_linear",
+            dtype="float32",
+            hidden_act="silu",
+            num_hidden_layers=5,
+            num_key_value_heads=_HEADS,
+            head_dim=32,
+            rms_norm_eps=1e-5,  # what SGLang takes for the norm of KDA's outputs, whatever stands here
+            mla_use_nope=True,
+            linear_attn_config=dict(
+                kda_layers=[1, 2, 3], full_attn_layers=[4, 5], num_heads=4, head_dim=32, short_conv_kernel_size=4
+            ),
+            first_k_dense_replace=1,
+            moe_layer_freq=1,
+            moe_intermediate_size=64,
+            moe_renormalize=True,
+            moe_router_activation_func="sigmoid",
+            num_experts=8,
+            num_experts_per_token=2,
+            num_shared_experts=1,
+            num_expert_group=1,
+            topk_group=1,
+            use_grouped_topk=True,
+            routed_scaling_factor=2.446,
+        )
+    )
+
+
+def _deepseekv2() -> Any:
+    """Latent attention with RoPE, as in DeepSeek-V2-Lite; dense."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    common = _COMMON | _latent() | {"num_key_value_heads": _HEADS}
+    return DeepseekV2ForCausalLM(
+        DeepseekV2Config(
+            **common,
+            first_k_dense_replace=_LAYERS,
+            moe_layer_freq=1,
+            n_routed_experts=8,
+            rope_parameters=_rope(),
+        )
+    )
+
+
 def _rope(**extra: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 10000.0, **extra}
 
@@ -209,6 +266,8 @@ _RECIPES: dict[str, Callable[[], Any]] = {
     "nemotronh": _nemotronh,
     "granite4h": _granite4h,
     "falconh1": _falconh1,
+    "kimi": _kimi,
+    "deepseekv2": _deepseekv2,
 }
 NAMES = tuple(_RECIPES)
 """Models that :func:`build` knows."""
@@ -324,8 +383,10 @@ def _recipe_hash() -> str:
     """Over everything a checkpoint depends on: the recipes' source, the training text, the library that saves it."""
     import transformers
 
+    from hypic.check import kimi_linear
+
     digest = hashlib.sha256(transformers.__version__.encode())
-    for module in (__file__, tiny_tokenizer.__file__):
+    for module in (__file__, tiny_tokenizer.__file__, kimi_linear.__file__):
         digest.update(Path(module).read_bytes())
     for paragraph in training_text():
         digest.update(paragraph.encode())

@@ -10,6 +10,25 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 
+def latent_method(original: Callable[..., Any], cls: Any, backend_name: str) -> Any:
+    """Around ``AttentionBackendRegistry.get_handler``: the absorbed form of latent attention for ``torch_native``.
+
+    That backend reads K and V from the pool, which holds the latent: no other form is attention over that.
+    """
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    if backend_name != "torch_native":
+        return original(cls, backend_name)
+    return lambda attention, forward_batch: AttnForwardMethod.MLA
+
+
+def rope_without_compiled_kernels(
+    original: Callable[..., Any], *args: Any, device: str | None = None, **kwargs: Any
+) -> Any:
+    """Around ``get_rope_wrapper``: its way for a CPU knows one kind of scaling, the other way all."""
+    return original(*args, device=None, **kwargs)
+
+
 def run_sdpa_forward_extend(
     original: Callable[..., Tensor],
     backend: Any,

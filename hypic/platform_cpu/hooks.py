@@ -7,7 +7,7 @@ from typing import Any
 
 from hypic.engine.hook import Hook, HookTable
 
-from . import attention, defaults, fork_server, mamba_ops, torch_ops
+from . import attention, defaults, fork_server, kda_ops, mamba_ops, torch_ops
 
 _NO_TRITON = "Triton kernel: no GPU to run it"
 _FLA = "sglang.kernels.ops.attention.fla"
@@ -71,6 +71,10 @@ def _mm_in_out_dtype(original: Any, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
 
+def _no_stream(context: Any, name: str) -> None:
+    return None
+
+
 def _allocate_bitmask(vocab_size: int, batch_size: int) -> Any:
     import xgrammar
 
@@ -119,6 +123,20 @@ _HOOKS: tuple[Hook, ...] = (
         f"{_FLA}.fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode",
         "replace",
         torch_ops.fused_recurrent_gated_delta_rule_packed_decode,
+        _NO_TRITON,
+        ("mixed_qkv", "a", "b", "A_log", "dt_bias", "scale", "initial_state", "out", "ssm_state_indices"),
+    ),
+    Hook(
+        f"{_FLA}.kda.chunk_kda",
+        "replace",
+        kda_ops.chunk_kda,
+        _NO_TRITON,
+        ("q", "k", "v", "g", "beta", "scale", "initial_state", "initial_state_indices"),
+    ),
+    Hook(
+        f"{_FLA}.fused_recurrent.fused_recurrent_kda_packed_decode",
+        "replace",
+        kda_ops.fused_recurrent_kda_packed_decode,
         _NO_TRITON,
         ("mixed_qkv", "a", "b", "A_log", "dt_bias", "scale", "initial_state", "out", "ssm_state_indices"),
     ),
@@ -205,6 +223,27 @@ _HOOKS: tuple[Hook, ...] = (
         "computes the attention of the whole prefix again for every row of an extend batch",
         ("self", "query", "output", "k_cache", "v_cache", "req_to_token", "req_pool_indices", "seq_lens"),
     ),
+    Hook(
+        "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.get_handler",
+        "around",
+        attention.latent_method,
+        "takes forms of latent attention that torch_native has no kernels for",
+        ("backend_name",),
+    ),
+    Hook(
+        "sglang.srt.layers.rotary_embedding.get_rope_wrapper",
+        "around",
+        attention.rope_without_compiled_kernels,
+        "knows deepseek_yarn alone on a CPU",
+        ("head_size", "rotary_dim", "max_position", "base", "is_neox_style"),
+    ),
+    Hook(
+        "sglang.srt.runtime_context.RuntimeContext.get_stream",
+        "replace",
+        _no_stream,
+        "CUDA streams; models take None for there being one stream",
+        ("self", "name"),
+    ),
     # settings
     Hook(
         "sglang.srt.server_args.ServerArgs.__post_init__",
@@ -260,7 +299,7 @@ _HOOKS: tuple[Hook, ...] = (
         "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod.forward_native",
         "around",
         mamba_ops.experts,
-        "knows SiLU alone on a CPU",
+        "knows SiLU alone on a CPU, and no factor on what experts give",
         ("self", "layer", "dispatch_output"),
     ),
     Hook(

@@ -49,14 +49,16 @@ def chunk_kda(
     assert A_log is not None and dt_bias is not None, "raw gates expected"
     q, k = (_unit(t[0]) if use_qk_l2norm_in_kernel else t[0].float() for t in (q, k))
     q = q * (k.shape[-1] ** -0.5 if scale is None else scale)
-    tokens = q, k, v[0].float(), gate(g[0], A_log, dt_bias, lower_bound), beta[0].float()
-    out, starts = torch.empty_like(tokens[2]), []
+    v_, g_, beta_ = v[0].float(), gate(g[0], A_log, dt_bias, lower_bound), beta[0].float()
+    out, starts = torch.empty_like(v_), []
     for slot, (begin, end) in zip(initial_state_indices.tolist(), pairwise(cu_seqlens.tolist()), strict=False):
-        state = initial_state[slot].float() if slot >= 0 else torch.zeros_like(initial_state[0], dtype=torch.float32)
+        state = torch.zeros_like(initial_state[0], dtype=torch.float32)
+        if slot >= 0:
+            state = state + initial_state[slot]  # a copy: the pool moves on, and the first chunk's state is kept
         for at in range(begin, end, CHUNK):
             part = slice(at, min(at + CHUNK, end))
             starts.append(state)
-            out[part], state = naive.kimi_delta(*(t[part] for t in tokens), state)
+            out[part], state = naive.kimi_delta(q[part], k[part], v_[part], g_[part], beta_[part], state)
         if slot >= 0:
             initial_state[slot] = state.to(initial_state.dtype)
     o = out[None].to(v.dtype)
@@ -83,13 +85,13 @@ def fused_recurrent_kda_packed_decode(
     q, k, v = mixed_qkv.split([heads * dim_k, heads * dim_k, heads * dim_v], -1)
     q, k = (t.unflatten(-1, (heads, dim_k)) for t in (q, k))
     q, k = (_unit(t) if use_qk_l2norm_in_kernel else t.float() for t in (q, k))
-    v, beta = v.unflatten(-1, (heads, dim_v)).float(), b.float().sigmoid()
+    q, v, beta = q * scale, v.unflatten(-1, (heads, dim_v)).float(), b.float().sigmoid()
     g = gate(a.unflatten(-1, (heads, dim_k)), A_log, dt_bias, lower_bound)
     out.zero_()
     for i, slot in enumerate(ssm_state_indices.tolist()):
         if slot >= 0:
-            token = (t[i : i + 1] for t in (q * scale, k, v, g, beta))
-            o, state = naive.kimi_delta(*token, initial_state[slot].float())
+            one = slice(i, i + 1)
+            o, state = naive.kimi_delta(q[one], k[one], v[one], g[one], beta[one], initial_state[slot].float())
             out[i], initial_state[slot] = o.to(out.dtype), state.to(initial_state.dtype)
     return out, initial_state
 

@@ -116,10 +116,18 @@ def selective_state_update(
 
 
 def experts(original: Any, self: Any, layer: Any, dispatch_output: Any) -> Any:
-    """Around the experts of a MoE layer: Nemotron's, which square a ReLU and have no gate; all others natively."""
-    if self.moe_runner_config.activation != "relu2":
-        return original(self, layer, dispatch_output)
+    """Around the experts of a MoE layer: Nemotron's, which square a ReLU and have no gate; all others natively.
+
+    The native ones leave out the factor on what experts give, which the kernels for a GPU apply.
+    """
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+
+    factor = self.moe_runner_config.routed_scaling_factor or 1.0
+    if layer.should_fuse_routed_scaling_factor_in_topk:
+        factor = 1.0
+    if self.moe_runner_config.activation != "relu2":
+        done = original(self, layer, dispatch_output)
+        return StandardCombineInput(hidden_states=done.hidden_states * factor) if factor != 1.0 else done
 
     x, (weights, ids, _) = dispatch_output.hidden_states, dispatch_output.topk_output
     out = torch.zeros_like(x)
@@ -127,6 +135,4 @@ def experts(original: Any, self: Any, layer: Any, dispatch_output: Any) -> Any:
         token, place = (ids == expert).nonzero(as_tuple=True)
         y = F.linear(F.linear(x[token], layer.w13_weight[expert]).relu().square(), layer.w2_weight[expert])
         out.index_add_(0, token, (weights[token, place, None] * y).to(out.dtype))
-    if not layer.should_fuse_routed_scaling_factor_in_topk:
-        out *= self.moe_runner_config.routed_scaling_factor or 1.0
-    return StandardCombineInput(hidden_states=out)
+    return StandardCombineInput(hidden_states=out * factor)

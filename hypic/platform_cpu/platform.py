@@ -37,10 +37,16 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         return MHATokenToKVPool
 
-    def get_mla_kv_pool_cls(self) -> type:
+    def get_mla_kv_pool_cls(self) -> Any:
         from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
-        return MLATokenToKVPool
+        def make_pool(*args: Any, index_head_dim: int | None = None, **kwargs: Any) -> MLATokenToKVPool:
+            """SGLang also says the width of a sparse index, which this pool has no room for."""
+            if index_head_dim is not None:
+                raise NotImplementedError("CPU mode has no sparse attention (DSA)")
+            return MLATokenToKVPool(*args, **kwargs)
+
+        return make_pool
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"

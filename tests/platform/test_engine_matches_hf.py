@@ -52,6 +52,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", PAGED),
     ("qwen3", NO_OVERLAP),
     ("nemotronh", {}),
+    ("deepseekv2", {}),
 ]
 
 

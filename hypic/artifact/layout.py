@@ -4,9 +4,10 @@
     T         [linear layer][head][d_k][d_k]              transition operators, in the state type; where they are one
                                                           decay per head: its logarithm, [linear layer][head] in fp32
     S         [linear layer][head][d_v][d_k]              zero-start end-states, SGLang's [value, key] layout, likewise
-    conv      [linear layer][channel][K-1]                conv window at the segment's end, in the order of SGLang's pool
+    conv      [linear layer][channel][K-1]                conv window at the segment's end, in the order of SGLang's pool,
+                                                          which has it as [K-1][channel] where `columns_first` says so
     KV        per full-attention layer: K [n][head][d], V [n][head][d] of the n interior tokens, K after RoPE at local
-              positions
+              positions; of multi-head latent attention one row [n][latent | shared part of K] in the place of both
 
 Every part starts on the arena's granule. T, S and conv lie at fixed offsets from the payload; KV depends on n alone.
 """
@@ -23,7 +24,7 @@ import torch
 
 from hypic.artifact.arena import align
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MAGIC = b"hypicart"
 _PREFIX = struct.Struct("<8sII")
 
@@ -48,11 +49,14 @@ class LinearShape(msgspec.Struct, frozen=True):
     family: str = "gdn"
     """A module of hypic.engine.families."""
     operator: Operator = "dense"
+    columns_first: bool = False
+    """Whether a conv window lies as [K-1][channel]."""
 
     @property
     def window(self) -> tuple[int, int]:
-        """Shape of a conv window."""
-        return self.conv_channels, self.conv_width
+        """Shape of a conv window, in the order of SGLang's pool."""
+        size = self.conv_channels, self.conv_width
+        return size[::-1] if self.columns_first else size
 
     @property
     def transition(self) -> tuple[tuple[int, ...], str]:
@@ -63,7 +67,7 @@ class LinearShape(msgspec.Struct, frozen=True):
 
 
 class FullShape(msgspec.Struct, frozen=True):
-    """Full-attention layers of one rank."""
+    """Full-attention layers of one rank. Latent attention: one head of ``d_k`` = latent and shared part of K, no V."""
 
     layer_ids: tuple[int, ...]
     heads: int
@@ -173,7 +177,7 @@ class ArtifactLayout:
         Returns:
             "T" [layer, head, d_k, d_k] or [layer, head], "S" [layer, head, d_v, d_k], "conv" [layer, channel, K-1] where
             there are linear layers; "K" [layer, n, head, d_k], "V" [layer, n, head, d_v] where there are full-attention
-            layers and n > 0.
+            layers (no V of latent ones) and n > 0.
         """
         out = {}
         if (lin := self.linear) is not None:
@@ -190,5 +194,7 @@ class ArtifactLayout:
             dtype, layers, n = getattr(torch, full.dtype), len(full.layer_ids), interior_tokens
             kv = payload[self.kv_offset : self.kv_offset + n * self.kv_token_bytes].view(dtype).view(layers, -1)
             k, v = kv.split([n * full.heads * full.d_k, n * full.heads * full.d_v], -1)
-            out["K"], out["V"] = k.reshape(layers, n, full.heads, full.d_k), v.reshape(layers, n, full.heads, full.d_v)
+            out["K"] = k.reshape(layers, n, full.heads, full.d_k)
+            if full.d_v:
+                out["V"] = v.reshape(layers, n, full.heads, full.d_v)
         return out

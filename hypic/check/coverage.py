@@ -44,6 +44,11 @@ COVERAGE = (
         "granite4h", "GraniteMoeHybridForCausalLM", "Granite-4-H", "Mamba2", "none", ("P1",), False,
         "SGLang 0.5.17 differs from transformers",
     ),
+    Covered(
+        "kimi", "KimiLinearForCausalLM", "Kimi-Linear", "Kimi delta attention", "latent, none",
+        ("P1", "P4", "P6"), False, "transformers does not have it: P1 and P4 on the same engine",
+    ),
+    Covered("deepseekv2", "DeepseekV2ForCausalLM", "DeepSeek-V2", None, "latent, RoPE", ("P1", "P4")),
     Covered("llama", "LlamaForCausalLM", "Llama 2, 3", None, "RoPE", ALL),
     Covered("qwen3", "Qwen3ForCausalLM", "Qwen3", None, "RoPE", ()),
 )  # fmt: skip

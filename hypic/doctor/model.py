@@ -15,6 +15,7 @@ from hypic.artifact.layout import ArtifactLayout, FullShape, Header, encode_head
 from hypic.config import HypicConfig, artifact_state_dtype
 from hypic.doctor.findings import LayerFamily, ModelFinding, SegmentSize
 from hypic.engine.families import family, family_of_config, known_families
+from hypic.engine.latent import backend_problem
 from hypic.engine.support import check_server_args
 
 SEGMENT_TOKENS = (512, 2048, 8192)
@@ -41,7 +42,7 @@ def examine(finding: ModelFinding, server_args: Any, config: HypicConfig, free: 
     finding.architecture, finding.dtype = architecture, str(model.dtype).removeprefix("torch.")
     finding.tp_size, finding.seam_window = server_args.tp_size, config.seam_window
     finding.tested = architecture in _tested()
-    finding.problems += _objections(model)
+    finding.problems += _objections(model, server_args)
     if finding.problems:
         return
     layout = read_layout(model, server_args, config.state_dtype)
@@ -65,9 +66,9 @@ def _tested() -> tuple[str, ...]:
     return tuple(c.architecture for c in COVERAGE)
 
 
-def _objections(model: Any) -> list[str]:
+def _objections(model: Any, server_args: Any) -> list[str]:
     """Why the model cannot be linked, as far as its config tells."""
-    from sglang.srt.configs.model_config import AttentionArch
+    from sglang.srt.configs.model_config import AttentionArch, is_deepseek_dsa
     from sglang.srt.models.registry import ModelRegistry
 
     found = []
@@ -78,7 +79,10 @@ def _objections(model: Any) -> list[str]:
     if backend := _foreign_linear_attention(model):
         found.append(f"linear attention of {backend}: {known_families()}")
     if model.attention_arch == AttentionArch.MLA:
-        found.append("multi-head latent attention: only plain K and V so far")
+        if is_deepseek_dsa(model.hf_config):
+            found.append("sparse attention (DSA): its pool also keeps an index of keys")
+        if problem := backend_problem(server_args):
+            found.append(problem)
     windowed = model.sliding_window_size is not None and (
         hasattr(cls, "get_attention_sliding_window_size") or model.is_hybrid_swa
     )
@@ -104,8 +108,6 @@ def _foreign_linear_attention(model: Any) -> str | None:
         return None
     if hybrid_arch.mamba2_config(model) is not None:
         return "Mamba2AttnBackend of another mixer, or a short convolution"
-    if hybrid_arch.kimi_linear_config(model) is not None:
-        return "KDAAttnBackend"
     if hybrid_arch.hybrid_lightning_config(model) is not None:
         return "LightningAttentionBackend"
     if (spec := hybrid_arch.linear_attn_model_spec(model)) is not None:
@@ -115,6 +117,7 @@ def _foreign_linear_attention(model: Any) -> str | None:
 
 def read_layout(model: Any, server_args: Any, state_dtype: str) -> ArtifactLayout:
     """The artifact layout of one rank, from SGLang's ModelConfig (``engine.model.read_layout`` has it from the pools)."""
+    from sglang.srt.configs.model_config import AttentionArch
     from sglang.srt.runtime_context import get_parallel
 
     tp, linear = server_args.tp_size, None
@@ -132,11 +135,12 @@ def read_layout(model: Any, server_args: Any, state_dtype: str) -> ArtifactLayou
             artifact_state_dtype(state_dtype, str(model.dtype).removeprefix("torch.")),
         )
         layers = hybrid.full_attention_layer_ids
+    latent = model.attention_arch == AttentionArch.MLA
     full = FullShape(
         layer_ids=tuple(layers),
-        heads=model.get_num_kv_heads(tp),
-        d_k=model.head_dim,
-        d_v=model.v_head_dim,
+        heads=1 if latent else model.get_num_kv_heads(tp),
+        d_k=model.kv_lora_rank + model.qk_rope_head_dim if latent else model.head_dim,
+        d_v=0 if latent else model.v_head_dim,
         dtype=str(model.dtype).removeprefix("torch."),
     )
     return ArtifactLayout(linear, full if layers else None)
@@ -149,7 +153,7 @@ def _families(layout: ArtifactLayout) -> list[LayerFamily]:
         title = family(linear.family).title
         out.append(LayerFamily(family=title, layers=len(linear.layer_ids), shape=shape))
     if (full := layout.full) is not None:
-        shape = f"{full.heads} KV heads of {full.d_k}"
+        shape = f"{full.heads} KV heads of {full.d_k}" if full.d_v else f"latent attention, {full.d_k} a token"
         out.append(LayerFamily(family="full attention", layers=len(full.layer_ids), shape=shape))
     return out
 

@@ -39,9 +39,12 @@ def check_composition(model: Any, shape: LinearShape) -> float:
     The segment stands behind other tokens: at the start of a prompt h T + S is its end state whatever T is.
 
     Raises:
-        ComposeError: a layer is missing or the error exceeds COMPOSITION_TOLERANCE.
+        ComposeError: a layer is missing, computes something else, or the error exceeds COMPOSITION_TOLERANCE.
     """
-    layers = family(shape.family).layers(model)
+    try:
+        layers = family(shape.family).layers(model)
+    except ValueError as e:
+        raise ComposeError(str(e)) from None
     if missing := sorted(set(shape.layer_ids) - set(layers)):
         raise ComposeError(f"no linear-attention module found for layers {missing}")
     worst = 0.0

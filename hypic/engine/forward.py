@@ -99,7 +99,7 @@ class LinkRuntime:
         pool = model_runner.token_to_kv_pool
         layers = layout.full.layer_ids if layout.full is not None else ()
         self.k_pools = [pool.get_key_buffer(i) for i in layers]
-        self.v_pools = [pool.get_value_buffer(i) for i in layers]
+        self.v_pools = [pool.get_value_buffer(i) for i in layers if layout.full is not None and layout.full.d_v]
 
     def join_interiors(self, plan: ForwardPlan) -> None:
         """Copy and relocate the interiors of rows that begin to link (relocate, see docs/SEMANTICS.md)."""

@@ -91,7 +91,12 @@ def attach_runtime(_: Any, model_runner: Any) -> None:
             "hypic: not one segment fits into the arena of %d bytes (one of %d tokens takes %d): raise --hypic-memory",
             runtime.arena.buffer.numel(), config.min_segment, smallest,
         )  # fmt: skip
-    auto = "seam" if model_runner.device == "cuda" else "expanded"
+    latent = layout.full is not None and not layout.full.d_v
+    if latent and config.attention == "seam":
+        raise model.Unsupported(
+            "--hypic-attention seam with latent attention (MLA): its kernel reads K and V; use expanded"
+        )
+    auto = "seam" if model_runner.device == "cuda" and not latent else "expanded"
     runtime.seam_attention = (auto if config.attention == "auto" else config.attention) == "seam"
     if runtime.off is not None:
         logger.error("hypic: position-independent caching is off, requests are served natively: %s", runtime.off)

@@ -9,6 +9,7 @@ import torch
 from hypic.artifact.layout import ArtifactLayout, FullShape, LinearShape
 from hypic.config import artifact_state_dtype
 from hypic.engine.families import family_of_backend, known_families
+from hypic.engine.latent import backend_problem
 from hypic.engine.relocation import CannotRelocate, Rotary, find_rotary
 from hypic.engine.support import Unsupported
 
@@ -50,24 +51,28 @@ def _linear_shape(model_runner: Any, backend: Any, state_dtype: str) -> LinearSh
 
 
 def _full_shape(model_runner: Any, backend: Any) -> FullShape | None:
-    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool, MLATokenToKVPool
 
     pool = model_runner.token_to_kv_pool
     if model_runner.is_hybrid_swa or getattr(model_runner, "sliding_window_size", None):
         raise Unsupported("sliding-window attention: an interior cannot attend beyond its segment's window")
     inner = pool.full_kv_pool if isinstance(pool, HybridLinearKVPool) else pool
-    if not isinstance(inner, MHATokenToKVPool):
-        raise Unsupported(f"KV pool {type(inner).__name__}: only plain K and V so far (no MLA, no quantised pools)")
+    latent = type(inner) is MLATokenToKVPool  # a subclass keeps more than the latent, or quantises it
+    if not latent and not isinstance(inner, MHATokenToKVPool):
+        raise Unsupported(f"KV pool {type(inner).__name__}: only K and V or a latent, neither quantised nor indexed")
+    if latent and (problem := backend_problem(model_runner.server_args)):
+        raise Unsupported(problem)
     if hasattr(backend, "full_attn_layers"):
         layers = tuple(backend.full_attn_layers)
     else:
         layers = tuple(range(pool.start_layer, pool.start_layer + pool.layer_num))
     if not layers:
         return None
-    k, v = pool.get_key_buffer(layers[0]), pool.get_value_buffer(layers[0])
+    k = pool.get_key_buffer(layers[0])
+    d_v = 0 if latent else pool.get_value_buffer(layers[0]).shape[2]
     if not k.is_floating_point() or k.element_size() < 2:
         raise Unsupported(f"KV cache in {k.dtype}: relocating a quantised K is not proven")
-    return FullShape(layer_ids=layers, heads=k.shape[1], d_k=k.shape[2], d_v=v.shape[2], dtype=_name(k.dtype))
+    return FullShape(layer_ids=layers, heads=k.shape[1], d_k=k.shape[2], d_v=d_v, dtype=_name(k.dtype))
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -7,7 +7,7 @@ front end, which `hypic.engine.http.prepare` extends before SGLang's server modu
 from __future__ import annotations
 
 from hypic.config import from_env
-from hypic.engine import admission, forward, http, lifecycle
+from hypic.engine import admission, forward, http, latent, lifecycle
 from hypic.engine.hook import Hook, HookTable
 
 _M = "sglang.srt.managers"
@@ -76,6 +76,9 @@ SCHEDULER_HOOKS: tuple[Hook, ...] = (
          "natural positions; carry the run plan to the forward pass", ("batch", "model_runner")),
     Hook(f"{_RUNNER}.forward", "around", forward.forward,
          "interiors in, attention by the run plan, artifacts out", ("self", "forward_batch")),
+    Hook("sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.get_handler", "around",
+         latent.method_of_batch, "linked batches attend to the latent itself: their rows are runs, which SGLang's choice "
+         "does not know", ("backend_name",)),
     Hook("sglang.srt.layers.logprob_processor.get_token_ids_logprobs", "around", lifecycle.get_token_ids_logprobs,
          "SGLang dies of a batch in which only some ask for token_ids_logprob; compile requests never do",
          ("logprobs", "token_ids_logprobs")),

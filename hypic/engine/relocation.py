@@ -21,11 +21,13 @@ class Rotary:
     """One rotation shared by all full-attention layers.
 
     Attributes:
-        dim: leading dims of K that rotate. is_neox: half-split pairs. scale: factor folded into cos and sin.
+        dim, first_dim: dims of K that rotate, and the first of them. is_neox: half-split pairs.
+        scale: factor folded into cos and sin.
     """
 
-    def __init__(self, modules: dict[int, Any]):
+    def __init__(self, modules: dict[int, Any], first_dim: int = 0):
         first = next(iter(modules.values()))
+        self.first_dim = first_dim
         self._modules = list(modules.values())
         self.dim, self.is_neox = int(first.rotary_dim), bool(first.is_neox_style)
         self.scale = float(getattr(first, "mscale", 1.0) or 1.0)
@@ -37,7 +39,13 @@ class Rotary:
 
     def arguments(self) -> dict[str, Any]:
         """What ``relocate_interiors`` has to know."""
-        return {"cos_sin": self.tables(), "rotary_dim": self.dim, "is_neox": self.is_neox, "scale": self.scale}
+        return {
+            "cos_sin": self.tables(),
+            "rotary_dim": self.dim,
+            "first_dim": self.first_dim,
+            "is_neox": self.is_neox,
+            "scale": self.scale,
+        }
 
 
 def find_rotary(model: Any, layer_ids: tuple[int, ...], max_position: int) -> Rotary | None:
@@ -51,7 +59,7 @@ def find_rotary(model: Any, layer_ids: tuple[int, ...], max_position: int) -> Ro
     """
     owners: dict[int, Any] = {}
     for module in model.modules():
-        attn = getattr(module, "attn", None)
+        attn = getattr(module, "attn", None) or getattr(module, "attn_mqa", None)
         layer_id = getattr(attn, "layer_id", None)
         if type(attn).__name__ == "RadixAttention" and layer_id in layer_ids:
             owners[layer_id] = module
@@ -75,7 +83,10 @@ def find_rotary(model: Any, layer_ids: tuple[int, ...], max_position: int) -> Ro
         raise CannotRelocate(f"{name} keeps no table of cos and sin by position")
     if len(first.cos_sin_cache) < max_position:
         raise CannotRelocate(f"{name} has {len(first.cos_sin_cache)} positions, the context needs {max_position}")
-    rotary = Rotary(modules)
+    behind = {getattr(owners[i], "kv_lora_rank", 0) for i in layer_ids}  # a latent comes before what rotates
+    if len(behind) > 1:
+        raise CannotRelocate(f"full-attention layers rotate from different dims on: {sorted(behind)}")
+    rotary = Rotary(modules, behind.pop())
     check_relocation(first, rotary)
     return rotary
 
@@ -95,46 +106,71 @@ def check_no_positions(model: Any, owners: dict[int, Any]) -> None:
         if hasattr(module, "cos_sin_cache") or "Rotary" in kind or "position" in name.lower() or name.endswith("wpe"):
             raise CannotRelocate(f"{name} ({kind}) knows positions, but no full-attention layer has a rotary embedding")
     for layer_id, owner in owners.items():
-        first, moved = (_key_value(owner, start) for start in (0, 1000))
+        ask = latent_key_value if hasattr(owner, "attn_mqa") else _key_value
+        first, moved = (ask(owner, *_probe(owner, start)) for start in (0, 1000))
         if not all(torch.equal(a, b) for a, b in zip(first, moved, strict=True)):
             raise CannotRelocate(
                 f"full-attention layer {layer_id}: K or V depends on positions without a rotary embedding"
             )
 
 
-class _Asked(Exception):
+class Asked(Exception):
     """Carries K and V out of an attention module, in place of attention."""
 
 
-def _key_value(owner: Any, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V that an attention module makes of a few fixed hidden states at positions start, start + 1, ..."""
-
-    class Ask(torch.nn.Module):
-        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            raise _Asked(k, v)
-
-    parameters = inspect.signature(owner.forward).parameters
+def _probe(owner: Any, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A few fixed hidden states for an attention module, and the positions start, start + 1, ..."""
     weight = next(owner.parameters())
     if (width := getattr(owner, "hidden_size", None)) is None:
         raise CannotRelocate(
             f"{type(owner).__name__} without a rotary embedding says no hidden_size: cannot prove its K"
         )
     hidden = torch.randn(8, width, generator=torch.Generator().manual_seed(0))
-    known = {
-        "hidden_states": hidden.to(weight.device, weight.dtype),
-        "positions": torch.arange(start, start + 8, device=weight.device),
-        "forward_batch": None,
-    }
+    return hidden.to(weight.device, weight.dtype), torch.arange(start, start + 8, device=weight.device)
+
+
+def _key_value(owner: Any, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V that an attention module makes of hidden states at positions."""
+
+    class Ask(torch.nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            raise Asked(k, v)
+
+    parameters = inspect.signature(owner.forward).parameters
+    known = {"hidden_states": hidden, "positions": positions, "forward_batch": None}
     if unknown := [n for n, p in parameters.items() if n not in known and p.default is p.empty]:
         raise CannotRelocate(f"{type(owner).__name__} without a rotary embedding takes {unknown}: cannot prove its K")
     attn, owner.attn = owner.attn, Ask()
     try:
         owner(**{name: value for name, value in known.items() if name in parameters})
-    except _Asked as found:
+    except Asked as found:
         return found.args
     finally:
         owner.attn = attn
     raise CannotRelocate(f"{type(owner).__name__} without a rotary embedding does not pass its K to RadixAttention")
+
+
+def latent_key_value(owner: Any, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latent and shared part of K that SGLang's module of latent attention would store for hidden states at positions."""
+    from types import SimpleNamespace
+
+    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+    def ask(latent: torch.Tensor, kv_a: torch.Tensor, k_pe: torch.Tensor, forward_batch: Any) -> None:
+        raise Asked(kv_a, k_pe)
+
+    kind = type(owner).__name__
+    if getattr(owner, "q_lora_rank", None) is not None or not hasattr(owner, "_set_mla_kv_buffer"):
+        raise CannotRelocate(f"{kind} without a rotary embedding: latent attention that cannot be asked for its K")
+    owner._set_mla_kv_buffer = ask
+    try:
+        with forward_context(ForwardContext(attn_backend=SimpleNamespace())):
+            owner.forward_normal_prepare(positions, hidden, None, None)
+    except Asked as found:
+        return found.args
+    finally:
+        del owner._set_mla_kv_buffer
+    raise CannotRelocate(f"{kind} without a rotary embedding does not store its latent by _set_mla_kv_buffer")
 
 
 @torch.no_grad()

@@ -2,6 +2,8 @@
 
 K is stored after RoPE at the positions of the compile. R(p) R(j) = R(p + j), so a segment that stands ``shift`` tokens
 further on needs one more rotation by ``shift``, the same for all its tokens. EPIC, arXiv 2410.15332; HYPIC, 2607.01299.
+Multi-head latent attention keeps one row per token, [latent | part of K that all heads share], and only the latter rotates:
+its pools are passed as K, with first_dim at the shared part, and there are no V pools.
 """
 
 from __future__ import annotations
@@ -99,6 +101,7 @@ def relocate_interiors(
     *,
     cos_sin: Tensor | Sequence[Tensor] | None,
     rotary_dim: int = 0,
+    first_dim: int = 0,
     is_neox: bool = True,
     scale: float = 1.0,
     impl: Impl | None = None,
@@ -107,10 +110,10 @@ def relocate_interiors(
 
     Args:
         arena: uint8 [bytes].
-        k_pools, v_pools: per layer [slots, H, Dk] and [slots, H, Dv].
+        k_pools, v_pools: per layer [slots, H, Dk] and [slots, H, Dv]. No v_pools: what K's hold is all there is.
         cos_sin: SGLang's ``cos_sin_cache`` [max_pos, rotary_dim] = [cos | sin], one for all layers or one per layer.
             Needs a row for every position, before and after the move. None: K does not depend on positions and is copied.
-        rotary_dim: how many leading dims of K rotate. is_neox: half-split pairs, else interleaved (GPT-J).
+        rotary_dim: how many dims of K rotate, from first_dim on. is_neox: half-split pairs, else interleaved (GPT-J).
         scale: attention factor that yarn and mrope multiply into cos *and* sin. K in the pool already holds it once,
             and the extra rotation must be a pure one, so both are divided by it.
     A token is turned from the table's angle at its old position to the table's angle at its new one: the table's own
@@ -121,18 +124,21 @@ def relocate_interiors(
     Raises: ValueError if the numbers of layers disagree; for Triton also if the layers' pools differ in shape.
     """
     tables = list(cos_sin) if isinstance(cos_sin, Sequence) else [cos_sin] * len(k_pools)
-    if not len(k_pools) == len(v_pools) == len(tables):
+    if not len(k_pools) == len(tables) or len(v_pools) not in (0, len(k_pools)):
         raise ValueError(f"{len(k_pools)} K pools, {len(v_pools)} V pools, {len(tables)} rotary tables")
     if pick_impl(impl, arena) == "triton":
         rotary = [t for t in tables if t is not None]
-        _move_triton(arena, plan, k_pools, v_pools, rotary, rotary_dim, is_neox, scale, into_slots=True)
+        _move_triton(arena, plan, k_pools, v_pools, rotary, rotary_dim, first_dim, is_neox, scale, into_slots=True)
         return
     start = 0
     moves = zip(plan.lists.local, plan.lists.shift, strict=True)
     for (n, blocks), (local, shift) in zip(_blocks(arena, plan, k_pools, v_pools), moves, strict=True):
         slots = plan.slots[start : start + n]
-        for (k, v), k_pool, v_pool, table in zip(blocks, k_pools, v_pools, tables, strict=True):
-            k_pool[slots] = k if table is None else rotate(k, local, shift, table, rotary_dim, is_neox, scale)
+        for (k, *_), k_pool, table in zip(blocks, k_pools, tables, strict=True):
+            k_pool[slots] = (
+                k if table is None else rotate(k, local, shift, table, rotary_dim, is_neox, scale, first_dim)
+            )
+        for (_, v), v_pool in zip(blocks if v_pools else (), v_pools, strict=True):
             v_pool[slots] = v
         start += n
 
@@ -145,7 +151,7 @@ def capture_interiors(
     impl: Impl | None = None,
 ) -> None:
     """Copy K and V of all interiors from KV slots into their blobs, bit by bit. Arguments as relocate_interiors."""
-    if len(k_pools) != len(v_pools):
+    if len(v_pools) not in (0, len(k_pools)):
         raise ValueError(f"{len(k_pools)} K pools, {len(v_pools)} V pools")
     if pick_impl(impl, arena) == "triton":
         _move_triton(arena, plan, k_pools, v_pools)
@@ -153,34 +159,41 @@ def capture_interiors(
     start = 0
     for n, blocks in _blocks(arena, plan, k_pools, v_pools):
         slots = plan.slots[start : start + n]
-        for (k, v), k_pool, v_pool in zip(blocks, k_pools, v_pools, strict=True):
-            k.copy_(k_pool[slots])
-            v.copy_(v_pool[slots])
+        for parts, pools in zip(blocks, _per_layer(k_pools, v_pools), strict=True):
+            for part, pool in zip(parts, pools, strict=True):
+                part.copy_(pool[slots])
         start += n
 
 
 # ---------------------------------------------------------------- torch reference
 
 
+def _per_layer(k_pools: Sequence[Tensor], v_pools: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    """(K pool, V pool) of every layer, or (K pool,)."""
+    return list(zip(k_pools, v_pools, strict=True)) if v_pools else [(k,) for k in k_pools]
+
+
 def _blocks(
     arena: Tensor, plan: InteriorPlan, k_pools: Sequence[Tensor], v_pools: Sequence[Tensor]
-) -> list[tuple[int, list[tuple[Tensor, Tensor]]]]:
-    """Per segment: n, and per layer the blob's K and V as views of the arena."""
+) -> list[tuple[int, list[tuple[Tensor, ...]]]]:
+    """Per segment: n, and per layer the blob's K and V (if there is one) as views of the arena."""
     out = []
     for offset, n in zip(plan.lists.blob_kv, plan.lists.counts, strict=True):
         layers = []
-        for k_pool, v_pool in zip(k_pools, v_pools, strict=True):
-            pair = []
-            for pool in (k_pool, v_pool):
+        for pools in _per_layer(k_pools, v_pools):
+            parts = []
+            for pool in pools:
                 block = blob_view(arena, offset, (n, *pool.shape[1:]), pool.dtype)
                 offset += block.numel() * block.element_size()
-                pair.append(block)
-            layers.append((pair[0], pair[1]))
+                parts.append(block)
+            layers.append(tuple(parts))
         out.append((n, layers))
     return out
 
 
-def rotate(k: Tensor, local: int, shift: int, table: Tensor, rotary_dim: int, is_neox: bool, scale: float) -> Tensor:
+def rotate(
+    k: Tensor, local: int, shift: int, table: Tensor, rotary_dim: int, is_neox: bool, scale: float, first_dim: int = 0
+) -> Tensor:
     """K [n, H, D] at positions local, local + 1, ... -> K moved by shift. Arguments as in :func:`relocate_interiors`."""
     if shift == 0:
         return k
@@ -188,14 +201,15 @@ def rotate(k: Tensor, local: int, shift: int, table: Tensor, rotary_dim: int, is
         (table[at : at + len(k), None].float() / scale).chunk(2, -1) for at in (local, local + shift)
     )
     cos, sin = cos1 * cos0 + sin1 * sin0, sin1 * cos0 - cos1 * sin0
-    x = k[..., :rotary_dim].float()
+    before, x, behind = k.split([first_dim, rotary_dim, k.shape[-1] - first_dim - rotary_dim], -1)
+    x = x.float()
     if is_neox:
         x1, x2 = x.chunk(2, -1)
         y = torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
     else:
         x1, x2 = x[..., ::2], x[..., 1::2]
         y = torch.stack([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).flatten(-2)
-    return torch.cat([y.to(k.dtype), k[..., rotary_dim:]], -1)
+    return torch.cat([before, y.to(k.dtype), behind], -1)
 
 
 # ---------------------------------------------------------------- Triton
@@ -225,6 +239,7 @@ def _move_triton(
     v_pools: Sequence[Tensor],
     tables: Sequence[Tensor] = (),
     rotary_dim: int = 0,
+    first_dim: int = 0,
     is_neox: bool = True,
     scale: float = 1.0,
     into_slots: bool = False,
@@ -233,17 +248,19 @@ def _move_triton(
     require_triton(arena)
     if plan.total == 0 or not k_pools:
         return
-    k, v = _uniform("k_pools", k_pools), _uniform("v_pools", v_pools)
-    if k.dtype != v.dtype or k.stride()[1:] != (k.shape[2], 1) or v.stride()[1:] != (v.shape[2], 1):
+    k, v = _uniform("k_pools", k_pools), _uniform("v_pools", v_pools) if v_pools else k_pools[0][..., :0]
+    parts = [k, v][: 1 + bool(v_pools)]
+    if k.dtype != v.dtype or any(p.stride()[1:] != (p.shape[2], 1) for p in parts):
         raise ValueError(f"slots of k_pools {k.stride()} and v_pools {v.stride()} must be contiguous, of one type")
     table = _uniform("cos_sin", tables) if tables else None
     if table is not None and (table.stride() != (rotary_dim, 1)):
         raise ValueError(f"cos_sin {tuple(table.shape)} must be contiguous with {rotary_dim} columns")
-    item, tokens, heads = k.element_size(), 16, k.shape[1]
-    pools = tuple(p.data_ptr() for pair in zip(k_pools, v_pools, strict=True) for p in pair)
+    item, heads, width = k.element_size(), k.shape[1], block(max(k.shape[2], v.shape[2]))
+    tokens = max(1, min(16, 4096 // width))
+    pools = tuple(p.data_ptr() for pair in _per_layer(k_pools, v_pools) for p in pair)
     rotary = list(tables or [k])
     vector = gcd(BLOB_ALIGN // item, k.shape[2], v.shape[2], k.stride(0), v.stride(0), *(p // item for p in pools))
-    _move_kernel[(-(-plan.total // tokens), 2 * len(k_pools), heads)](
+    _move_kernel[(-(-plan.total // tokens), len(pools), heads)](
         arena,
         k,
         rotary[0],
@@ -267,9 +284,11 @@ def _move_triton(
         VECTOR=vector,
         INTO_SLOTS=into_slots,
         ROTARY=rotary_dim if tables else 0,
+        FIRST=first_dim,
+        PARTS=len(parts),
         NEOX=is_neox,
         BM=tokens,
-        BD=block(max(k.shape[2], v.shape[2])),
+        BD=width,
         num_warps=4,
     )
 
@@ -299,12 +318,14 @@ def _move_kernel(
     VECTOR: tl.constexpr,
     INTO_SLOTS: tl.constexpr,
     ROTARY: tl.constexpr,
+    FIRST: tl.constexpr,
+    PARTS: tl.constexpr,
     NEOX: tl.constexpr,
     BM: tl.constexpr,
     BD: tl.constexpr,
 ):
     """One program: BM tokens of one head of K or V of one layer."""
-    layer, is_v, head = tl.program_id(1) // 2, tl.program_id(1) % 2 == 1, tl.program_id(2)
+    layer, is_v, head = tl.program_id(1) // PARTS, tl.program_id(1) % PARTS == 1, tl.program_id(2)
     m, d = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BD)
     ok_m = m < total
     dim = tl.where(is_v, DV, DK)
@@ -328,14 +349,15 @@ def _move_kernel(
         if ROTARY > 0:  # noqa: SIM102 (the first condition is the compiler's, the second the program's)
             if not is_v:
                 half: tl.constexpr = ROTARY // 2
+                r = d - FIRST
                 if NEOX:
-                    is_first = d < half
-                    partner, frequency = tl.where(is_first, d + half, d - half), d % half
+                    is_first = r < half
+                    partner, frequency = tl.where(is_first, d + half, d - half), r % half
                 else:
-                    is_first = d % 2 == 0
-                    partner, frequency = d ^ 1, d // 2
+                    is_first = r % 2 == 0
+                    partner, frequency = FIRST + (r ^ 1), r // 2
                 shift = tl.load(shifts + seg, mask=ok_m, other=0)
-                rotates = ok & (d < ROTARY)[None, :] & (shift != 0)[:, None]
+                rotates = ok & ((r >= 0) & (r < ROTARY))[None, :] & (shift != 0)[:, None]
                 origin = tl.load(first_local + seg, mask=ok_m, other=0) + local
                 old = first_table + tl.load(tables + layer) + origin[:, None] * ROTARY + frequency[None, :]
                 new = old + shift[:, None] * ROTARY

@@ -108,9 +108,9 @@ def examine(path: Path | str, *flags: str, memory: int = 0) -> ModelFinding:
     return model
 
 
-LINEAR = {"llama": 0, "qwen3": 0, "qwen35": 3, "granite4h": 3, "falconh1": 4}
+LINEAR = {"llama": 0, "qwen3": 0, "deepseekv2": 0, "qwen35": 3, "granite4h": 3, "falconh1": 4, "kimi": 3}
 """Linear layers of the tiny models; the others have two."""
-FULL = {"llama": 4, "qwen3": 4, "qwen35": 1, "granite4h": 1, "falconh1": 4}
+FULL = {"llama": 4, "qwen3": 4, "deepseekv2": 4, "qwen35": 1, "granite4h": 1, "falconh1": 4}
 """Full-attention layers likewise; Falcon-H1's layers are both."""
 MAMBA = {"nemotronh": (2, 24), "granite4h": (1, 32), "falconh1": (2, 32)}
 """Groups and state size; four heads of 32."""
@@ -122,18 +122,21 @@ def test_tiny_models_are_supported(name: str, tiny_model: Callable[[str], Path])
     assert model.problems == [] and model.tested and model.dtype == "float32"
     layers = {f.family: f.layers for f in model.families}
     full, linear = FULL.get(name, 2), LINEAR.get(name, 2)
-    title = "Mamba2" if name in MAMBA else "gated delta network"
+    title = "Mamba2" if name in MAMBA else "Kimi delta attention" if name == "kimi" else "gated delta network"
     assert layers == {k: n for k, n in {title: linear, "full attention": full}.items() if n}
     heads, d_k, d_v, channels = 4, 32, 16 if name == "qwen35_dk" else 32, 2 * 2 * 32 + 4 * (32, 16)[name == "qwen35_dk"]
     transition = d_k * d_k * 4
     if name in MAMBA:
         groups, d_k = MAMBA[name]
         channels, transition = heads * d_v + 2 * groups * d_k, 4
+    if name == "kimi":
+        channels = 3 * heads * d_k
     assert model.transition_bytes == linear * heads * transition
     assert model.state_bytes == linear * heads * d_v * d_k * 4
     assert model.conv_bytes == linear * channels * 3 * 4
     head_dim = 64 if name.startswith("qwen35") or name == "qwen3next" else 32
-    assert model.token_bytes == full * 2 * 2 * head_dim * 4
+    latent = name in ("kimi", "deepseekv2")
+    assert model.token_bytes == full * (48 + 16 if latent else 2 * 2 * head_dim) * 4
     fixed = model.transition_bytes + model.state_bytes + model.conv_bytes
     for segment in model.segments:
         payload = fixed + (segment.tokens - model.seam_window) * model.token_bytes
@@ -146,6 +149,7 @@ def test_tiny_models_are_supported(name: str, tiny_model: Callable[[str], Path])
     [
         ("nemotron-3-nano-30b-a3b", 23 * 64 * 4, 23 * 64 * 64 * 128 * 2, 6 * 2 * 2 * 128 * 2),
         ("granite-4.0-h-small", 36 * 128 * 4, 36 * 128 * 64 * 128 * 2, 4 * 2 * 8 * 128 * 2),
+        ("kimi-linear-48b-a3b", 20 * 32 * 128**2 * 2, 20 * 32 * 128**2 * 2, 7 * (512 + 64) * 2),
         ("qwen3.5-35b-a3b", 30 * 32 * 128**2 * 2, 30 * 32 * 128**2 * 2, 10 * 2 * 2 * 256 * 2),
     ],
 )
@@ -182,7 +186,6 @@ def config(tmp_path: Path, kind: str, architecture: str, **fields: Any) -> Path:
     [
         ("Gemma2Config", "Gemma2ForCausalLM", {}, "sliding-window attention"),
         ("Lfm2Config", "Lfm2ForCausalLM", {}, "short convolution"),
-        ("DeepseekV3Config", "DeepseekV3ForCausalLM", {}, "multi-head latent attention"),
         (
             "Qwen3Config",
             "Qwen3ForCausalLM",

@@ -9,7 +9,7 @@ import torch
 
 from hypic.artifact.layout import LinearShape
 from hypic.engine.composition import ComposeError, check_composition
-from hypic.engine.families import gdn, mamba2
+from hypic.engine.families import gdn, kda, mamba2
 from hypic.kernels._common import blob_view
 
 SHAPE = LinearShape((3, 5), 4, 16, 24, 2 * 2 * 16 + 4 * 24, 3, "bfloat16", "bfloat16")
@@ -63,6 +63,55 @@ def test_a_wrong_part_is_found(part: str, model: torch.nn.Module, monkeypatch: p
 def test_a_missing_layer_is_named(model: torch.nn.Module) -> None:
     with pytest.raises(ComposeError, match=r"layers \[5\]"):
         check_composition(model[:1], SHAPE)
+
+
+KDA = kda.FAMILY.shape((3, 5), [(3, 3 * 2 * 16)], (2, 16, 16), "bfloat16", "bfloat16")
+
+
+class KimiDelta(torch.nn.Module):
+    """What the proof reads of SGLang's RadixLinearAttention in Kimi-Linear."""
+
+    activation, bias, lower_bound = "silu", None, None
+    num_k_heads, num_v_heads, head_k_dim, head_v_dim = 2, 2, 16, 16
+
+    def __init__(self, layer_id: int) -> None:
+        super().__init__()
+        rng = torch.Generator().manual_seed(layer_id)
+        self.layer_id = layer_id
+        self.conv_weights = torch.randn(KDA.conv_channels, KDA.conv_width + 1, generator=rng)
+        self.A_log = torch.randn(1, 1, 2, 1, generator=rng) - 6.0
+        self.dt_bias = torch.randn(2 * 16, generator=rng)
+
+
+KimiDelta.__name__ = "RadixLinearAttention"
+
+
+@pytest.fixture
+def kimi_model() -> torch.nn.Module:
+    return torch.nn.ModuleList([KimiDelta(i) for i in KDA.layer_ids])
+
+
+def test_it_holds_for_kda(kimi_model: torch.nn.Module) -> None:
+    assert KDA.window == (3, 96)
+    assert 0 < check_composition(kimi_model, KDA) < 1e-5
+
+
+def test_a_wrong_gate_of_kda_is_found(kimi_model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T under one gate for all channels of a head is not T."""
+    transition = gdn.gdn_transition
+
+    def one_gate(k: Any, g: Any, beta: Any, **rest: Any) -> None:
+        transition(k, g.mean(-1, keepdim=True).expand_as(g).contiguous(), beta, **rest)
+
+    monkeypatch.setattr(gdn, "gdn_transition", one_gate)
+    with pytest.raises(ComposeError, match="off by"):
+        check_composition(kimi_model, KDA)
+
+
+def test_bounded_gates_of_kda_are_refused(kimi_model: torch.nn.Module) -> None:
+    kimi_model[1].lower_bound = -5.0  # type: ignore[index,assignment]
+    with pytest.raises(ComposeError, match="lower bound"):
+        check_composition(kimi_model, KDA)
 
 
 MAMBA2 = LinearShape((3, 5), 4, 16, 24, 4 * 24 + 2 * 2 * 16, 3, "bfloat16", "bfloat16", "mamba2", "log_decay")

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hypic.check import selfcheck
-from hypic.check.coverage import COVERAGE
+from hypic.check.coverage import COVERAGE, Covered
 from hypic.check.result import CheckResult
 from hypic.check.selfcheck import CHECKS, Plan, check_model
 from hypic.check.session import Session, SessionError
@@ -39,10 +39,11 @@ def test_all_checks_pass(name: str, tiny_model: Callable[[str], Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "checks"), [(c.model, c.checks) for c in COVERAGE if c.checks and c.checks != CHECKS], ids=str
+    "covered", [c for c in COVERAGE if c.checks and c.checks != CHECKS], ids=lambda c: f"{c.model}-{'-'.join(c.checks)}"
 )
-def test_other_families_on_one_engine(name: str, checks: tuple[str, ...], tiny_model: Callable[[str], Path]) -> None:
-    flags = {"mamba_radix_cache_strategy": "extra_buffer"}
+def test_other_families_on_one_engine(covered: Covered, tiny_model: Callable[[str], Path]) -> None:
+    name, checks = covered.model, covered.checks
+    flags = {"mamba_radix_cache_strategy": "extra_buffer"} if covered.linear else {}
     results = list(check_model(name, tiny_model(name), Plan(checks=checks, seed=7, flags=flags), lambda *_: None))
     assert [(r.name, r.status) for r in results] == [(c, "passed") for c in checks], [r.detail for r in results]
 

@@ -25,15 +25,17 @@ def table(rotary_dim: int, scale: float) -> Tensor:
     return (torch.cat([phase.cos(), phase.sin()], -1) * scale).float()
 
 
-def rotate_at(k: Tensor, positions: Tensor, rotary_dim: int, is_neox: bool, scale: float = 1.0) -> Tensor:
+def rotate_at(
+    k: Tensor, positions: Tensor, rotary_dim: int, is_neox: bool, scale: float = 1.0, first: int = 0
+) -> Tensor:
     """RoPE in float64 as complex numbers; k [n, H, D]."""
     k = k.double().clone()
-    x = k[..., :rotary_dim]
+    x = k[..., first : first + rotary_dim]
     x1, x2 = x.chunk(2, -1) if is_neox else (x[..., ::2], x[..., 1::2])
     phase = positions.double()[:, None, None] * angles(rotary_dim)
     z = torch.complex(x1, x2) * torch.polar(torch.full_like(phase, scale), phase)
     y = torch.cat([z.real, z.imag], -1) if is_neox else torch.stack([z.real, z.imag], -1).flatten(-2)
-    return torch.cat([y, k[..., rotary_dim:]], -1)
+    return torch.cat([k[..., :first], y, k[..., first + rotary_dim :]], -1)
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,12 @@ class Rope:
     dk: int = 12
     dv: int = 6
     dtype: torch.dtype = torch.float32
+    first: int = 0
+    """With dv = 0 a row of latent attention: what stands before it does not rotate."""
 
     def __str__(self) -> str:
         style = "neox" if self.is_neox else "gptj"
-        return f"{style}-rot{self.rotary_dim}-dk{self.dk}-dv{self.dv}-x{self.scale}-{str(self.dtype)[6:]}"
+        return f"{style}-rot{self.first}+{self.rotary_dim}-dk{self.dk}-dv{self.dv}-x{self.scale}-{str(self.dtype)[6:]}"
 
 
 class Pools:
@@ -106,16 +110,18 @@ class Pools:
             self.arena,
             self.plan(shift, local),
             self.k,
-            self.v,
+            self.v if r.dv else [],
             cos_sin=cos_sin if cos_sin is not None else table(r.rotary_dim, r.scale).to(self.target.device),
             rotary_dim=r.rotary_dim,
+            first_dim=r.first,
             is_neox=r.is_neox,
             scale=r.scale,
             impl=self.target.impl,
         )
 
     def capture(self) -> None:
-        capture_interiors(self.arena, self.plan([0] * len(self.counts)), self.k, self.v, impl=self.target.impl)
+        v_pools = self.v if self.rope.dv else []
+        capture_interiors(self.arena, self.plan([0] * len(self.counts)), self.k, v_pools, impl=self.target.impl)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -128,6 +134,8 @@ ROPES = [
     Rope(rotary_dim=12, scale=1.3),
     Rope(is_neox=False, dk=8, dv=16, scale=0.7),
     Rope(dtype=torch.bfloat16, heads=1, dk=20),
+    Rope(heads=1, dk=21, dv=0, first=13, is_neox=False),
+    Rope(heads=1, dk=44, dv=0, first=32, rotary_dim=12, scale=1.3, dtype=torch.bfloat16),
 ]
 
 
@@ -142,7 +150,7 @@ def test_relocated_keys_stand_at_their_new_positions(rope: Rope, target: Target)
         raw.append([k.cpu().double().clone() for k, _ in pools.blocks(i)])
         for k, before in zip((k for k, _ in pools.blocks(i)), raw[i], strict=True):
             at = torch.arange(n) + local[i]
-            k.copy_(rotate_at(before, at, rope.rotary_dim, rope.is_neox, rope.scale).to(k.dtype))
+            k.copy_(rotate_at(before, at, rope.rotary_dim, rope.is_neox, rope.scale, rope.first).to(k.dtype))
     before = pools.arena.clone()
     pools.relocate(shift, local)
     tol = 2e-5 if rope.dtype == torch.float32 else 3e-2
@@ -150,7 +158,7 @@ def test_relocated_keys_stand_at_their_new_positions(rope: Rope, target: Target)
         slots = pools.segment_slots(i)
         for layer, (_, v) in enumerate(pools.blocks(i)):
             at = torch.arange(n) + local[i] + shift[i]
-            want = rotate_at(raw[i][layer], at, rope.rotary_dim, rope.is_neox, rope.scale)
+            want = rotate_at(raw[i][layer], at, rope.rotary_dim, rope.is_neox, rope.scale, rope.first)
             torch.testing.assert_close(pools.k[layer][slots].cpu().double(), want, atol=tol, rtol=tol)
             assert same_bits(pools.v[layer][slots], v)
     untouched = sorted(set(range(SLOTS)) - set(pools.slots))

@@ -84,7 +84,7 @@ def test_an_artifact_of_something_else_is_refused_by_name(other: dict[str, Any])
         (encode_header(HEADER)[:15], "shorter than a header"),
         (encode_header(HEADER)[:40], "damaged"),
         (bytes(ALIGN), "not an artifact"),
-        (b"hypicart\1\0\0\0" + encode_header(HEADER)[12:], "format 1, this engine reads 2"),
+        (b"hypicart\1\0\0\0" + encode_header(HEADER)[12:], "format 1, this engine reads 3"),
     ],
     ids=["nothing", "less than a prefix", "truncated", "zeros", "another version"],
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 from hypic.engine.families.base import Family
 
-MODULES = ("gdn", "mamba2")
+MODULES = ("gdn", "mamba2", "kda")
 """Modules of this package; each has its family as ``FAMILY``, whose name is the module's."""
 
 

@@ -10,6 +10,7 @@ import http.client
 import json
 import statistics
 import time
+import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,24 +100,35 @@ def run_scatter(
     vocab: int = 1000,
     say: Callable[[str], None] = print,
 ) -> ScatterResult:
-    """Raises LaunchError: a cluster did not come up."""
-    result = ScatterResult(runs=[])
-    for n in sorted(set(workers)):
-        for policy in policies if n > 1 else policies[:1]:
-            say(f"scatter: starting {n} workers, {policy}")
-            with running(argv, n, policy) as url:
+    """One cluster of the largest number of workers; for smaller ones the others are drained.
+
+    Raises:
+        LaunchError: it did not come up.
+    """
+    result, most = ScatterResult(runs=[]), max(workers)
+    names = [f"w{i}" for i in range(most)]
+    prompts = Prompts(work, vocab)  # one stream of tokens: no document comes twice
+    say(f"scatter: starting {most} workers")
+    with running(argv, most) as url:
+        for n in sorted(set(workers)):
+            for policy in policies if n > 1 else policies[:1]:
+                _change(url, {"resume": names[:n], "drain": names[n:], "policy": policy})
                 for name in workloads:
-                    result.runs.append(_time(url, work, n, policy, name, vocab))
-                    run = result.runs[-1]
-                    say(f"{n} workers, {policy}, {name}: {run.median('ttft'):.1f} ms {run.samples[-1].workers}")
-                costs = msgspec.convert(get_json(f"{url}/workers")["costs"], Costs)
-                result.costs = _measured(result, costs)
+                    result.runs.append(run := _time(url, prompts, work, n, policy, name))
+                    say(f"{n} workers, {policy}, {name}: {run.median('ttft'):.1f} ms")
+        result.costs = _measured(result, msgspec.convert(get_json(f"{url}/workers")["costs"], Costs))
     _reckon(result, work)
     return result
 
 
-def _time(url: str, work: Workload, n: int, policy: str, name: str, vocab: int) -> ScatterRun:
-    prompts, sizes = Prompts(work, vocab), lengths(work, name)
+def _change(url: str, what: dict[str, Any]) -> None:
+    request = urllib.request.Request(f"{url}/workers", json.dumps(what).encode(), method="POST")
+    with urllib.request.urlopen(request, timeout=30) as response:
+        response.read()
+
+
+def _time(url: str, prompts: Prompts, work: Workload, n: int, policy: str, name: str) -> ScatterRun:
+    sizes = lengths(work, name)
     samples = []
     for _ in range(_WARM_UP + work.reps):
         ids, bounds = prompts.prompt([prompts.tokens(size) for size in sizes])

@@ -302,14 +302,15 @@ class Coordinator:
         """Another source for an awaited artifact: a holder, a flight, a new flight, or the combine worker itself."""
         failed, prompt, out = state.awaited.pop(key), state.prompts[key], []
         others = sorted(self.cluster.workers.keys() - {failed, state.combine})
+        able = [w for w in others if not self.cluster.workers[w].drained]
         source = next((w for w in others if self.cluster.directory.holds(w, key)), None)
         if source is None and (flight := self.cluster.flights.get(key)) is not None and flight.worker in others:
             source = flight.worker
             flight.requests.add(request)
-        elif source is None and flight is None and others and state.tries[key] < TRIES:
+        elif source is None and flight is None and able and state.tries[key] < TRIES:
             self.counts["ordered_again"] += 1
             state.tries[key] += 1
-            source = min(others, key=lambda w: (self.cluster.ready_seconds(self.cluster.workers[w]), w))
+            source = min(able, key=lambda w: (self.cluster.ready_seconds(self.cluster.workers[w]), w))
             flight = self.cluster.order(key, source, len(prompt.tokens) // 8, {request})
             out.append(self._order(flight, prompt, request, now))
         address, public_key = "", b""

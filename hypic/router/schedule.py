@@ -60,6 +60,8 @@ class Worker(msgspec.Struct):
     speed: Rate = msgspec.field(default_factory=Rate)
     measured_at: float = 0.0
     """When a compile was measured last."""
+    drained: bool = False
+    """It gets nothing new: neither requests nor compiles. What it holds it still sends."""
 
     def measured(self, tokens: int, seconds: float, now: float) -> None:
         """A compile of `tokens` took `seconds` of the worker's time, and ended at `now`."""
@@ -98,7 +100,7 @@ class Placement(NamedTuple):
 
 
 class NoWorkers(RuntimeError):
-    """No worker is alive."""
+    """No worker is alive, or all that are have been drained."""
 
 
 class Cluster:
@@ -112,6 +114,10 @@ class Cluster:
         self.turn = 0
         """Round robin's position."""
         self._numbers = 0
+
+    def available(self) -> dict[str, Worker]:
+        """Workers that may get something new."""
+        return {name: w for name, w in self.workers.items() if not w.drained}
 
     def ready_seconds(self, worker: Worker) -> float:
         """When the worker has done what it was given."""
@@ -234,8 +240,8 @@ def place(
     Raises:
         NoWorkers: none is alive.
     """
-    if not cluster.workers:
-        raise NoWorkers("no worker is alive")
+    if not cluster.available():
+        raise NoWorkers("every worker is drained" if cluster.workers else "no worker is alive")
     distinct = {s.key: s for s in segments}
     if combine not in cluster.workers:
         combine = _combine_worker(cluster, list(distinct.values()))
@@ -269,14 +275,14 @@ def _combine_worker(cluster: Cluster, segments: Sequence[Segment]) -> str:
         seconds = cluster.ready_seconds(worker) + cluster.costs.transfer_seconds(need - held)
         return need > worker.capacity, seconds, worker.running, worker.name
 
-    return min(cluster.workers.values(), key=cost).name
+    return min(cluster.available().values(), key=cost).name
 
 
 def _assign(
     cluster: Cluster, missing: Mapping[bytes, Segment], combine: str, policy: Policy
 ) -> tuple[dict[bytes, str], float]:
     """Who compiles what, and when the last artifact is at the combine worker."""
-    costs, workers = cluster.costs, cluster.workers
+    costs, workers = cluster.costs, cluster.available() | {combine: cluster.workers[combine]}
     alone = dict.fromkeys(missing, combine)
     if not missing:
         return alone, 0.0

@@ -186,6 +186,29 @@ def test_what_the_endpoint_says_of_itself(cluster: Cluster, write: Writer) -> No
     cluster.wait(lambda: not any(w["artifacts"] for w in cluster.workers().values()), "flushed everywhere")
 
 
+def test_workers_are_drained_and_had_back(cluster: Cluster, write: Writer) -> None:
+    """Two are drained: the third does all alone. Unknown names and words change nothing."""
+    reply = cluster.post("/workers", {"drain": ["w0", "w2"], "policy": "round_robin"})
+    assert reply.status == 200 and reply.body["policy"] == "round_robin"
+    assert {w["name"]: w["state"] for w in reply.body["workers"]} == {"w0": "drained", "w1": "alive", "w2": "drained"}
+    try:
+        prompt = long_prompt(write)
+        sample = ask(cluster.url, list(prompt.ids), [list(s) for s in prompt.segments])
+        assert sample.workers == 1 and sample.timeline["combine"] == "w1"
+        for wrong, says in (
+            ({"drain": ["w1", "w9"]}, "no worker w9 is alive; there are w0, w1, w2"),
+            ({"policy": "fifo"}, "Invalid enum value 'fifo'"),
+            ({"drian": ["w1"]}, "unknown field `drian`"),
+        ):
+            reply = cluster.post("/workers", wrong)
+            assert reply.status == 400 and says in reply.body["error"]["message"]
+        assert cluster.alive() == ["w1"]
+    finally:
+        cluster.ask("/workers", {"resume": ["w0", "w2"], "policy": "lpt"})
+    prompt = long_prompt(write)
+    assert ask(cluster.url, list(prompt.ids), [list(s) for s in prompt.segments]).workers > 1
+
+
 def test_a_benchmark_and_the_self_check_on_it(
     cluster: Cluster, tiny_model: Callable[[str], Path], write: Writer
 ) -> None:

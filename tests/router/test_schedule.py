@@ -12,6 +12,7 @@ from hypic.router.costs import Costs
 from hypic.router.schedule import (
     Cluster,
     NoWorkers,
+    Policy,
     Segment,
     Worker,
     lower_bound,
@@ -202,6 +203,26 @@ def test_the_combine_worker_by_hits_load_and_memory() -> None:
     assert place(c, prompt).combine == "w0", "five seconds of work there"
     c.workers["w2"].queued_tokens, c.workers["w2"].capacity = 0, 10**8
     assert place(c, prompt).combine == "w0", "they do not fit there"
+
+
+@pytest.mark.parametrize("policy", ["lpt", "round_robin"])
+def test_a_drained_worker_gets_nothing_new_and_sends_what_it_holds(policy: Policy) -> None:
+    costs = Costs(tokens_per_s=1000, forward_tokens=1000, transfer_gb_s=10, artifact_bytes=10**6)
+    prompt = [Segment(key(i), 1000, costs.artifact_nbytes(1000)) for i in range(8)]
+    c = cluster(3, costs)
+    holds(c, "w0", key(0), key(1))
+    c.workers["w0"].drained = True
+    found = place(c, prompt, policy)
+    assert found.combine != "w0"
+    assert {k for k, (role, w) in found.sources.items() if w == "w0"} == {key(0), key(1)}
+    assert {role for role, w in found.sources.values() if w == "w0"} == {"send"}
+    assert {w for role, w in found.sources.values() if role == "compile"} == {"w1", "w2"}
+    c.workers["w1"].drained = True
+    assert {w for _, w in place(c, prompt[2:], policy).sources.values()} == {"w2"}
+    assert place(c, prompt, policy, combine="w0").combine == "w0", "the choices of one prompt stay together"
+    c.workers["w2"].drained = True
+    with pytest.raises(NoWorkers, match="drained"):
+        place(c, prompt, policy)
 
 
 def test_requests_share_one_load_view_and_one_flight() -> None:

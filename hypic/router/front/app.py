@@ -14,6 +14,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from hypic.router.coordinator import Coordinator
+from hypic.router.schedule import Policy
+
 if TYPE_CHECKING:
     from hypic.router.front.manager import RouterManager
 
@@ -30,6 +33,29 @@ _BY_PATH = ("/load_lora_adapter_from_tensors",)
 """Exceptions from that."""
 _WATCH_EVERY = 0.2
 _SELF = "router"
+
+
+class Change(msgspec.Struct, forbid_unknown_fields=True):
+    """What `POST /workers` may ask for.
+
+    Attributes:
+        drain, resume: names of workers that get nothing new from now on, and of those that do again.
+        policy: how segments are spread from now on.
+    """
+
+    drain: tuple[str, ...] = ()
+    resume: tuple[str, ...] = ()
+    policy: Policy | None = None
+
+    def apply(self, coordinator: Coordinator) -> None:
+        """All of it, or nothing. Raises ValueError: a worker is not alive."""
+        known = coordinator.cluster.workers
+        if missing := sorted({*self.drain, *self.resume} - known.keys()):
+            raise ValueError(f"no worker {', '.join(missing)} is alive; there are {', '.join(sorted(known)) or 'none'}")
+        for names, drained in ((self.drain, True), (self.resume, False)):
+            for name in names:
+                known[name].drained = drained
+        coordinator.policy = self.policy or coordinator.policy
 
 
 class Refuse:
@@ -75,8 +101,18 @@ def extend(app: Any, manager: RouterManager, status_file: Path | None) -> None:
     async def workers(_: Request) -> Response:
         return Response(msgspec.json.encode(snapshot(manager, _processes(status_file))), media_type="application/json")
 
+    async def change(request: Request) -> Response:
+        """Drain workers, have them back, or change the policy."""
+        try:
+            wanted = msgspec.json.decode(await request.body(), type=Change)
+            wanted.apply(manager.router.coordinator)
+        except (msgspec.MsgspecError, ValueError) as e:
+            return JSONResponse({"error": {"message": str(e), "code": 400}}, 400)
+        return await workers(request)
+
     routes = {"/health": health, "/health_generate": health, "/ping": health, "/metrics": metrics, "/workers": workers}
     app.router.routes[:0] = [Route(path, endpoint, methods=["GET"]) for path, endpoint in routes.items()]
+    app.router.routes.insert(0, Route("/workers", change, methods=["POST"]))
     app.add_middleware(Refuse)
     inner = app.router.lifespan_context
 
@@ -111,12 +147,13 @@ def snapshot(manager: RouterManager, processes: Mapping[str, Any]) -> dict[str, 
     for name in sorted({*hellos, *processes} - {_SELF}):
         entry: dict[str, Any] = {
             "name": name,
-            "state": "alive" if name in hellos else "absent",
+            "state": "absent",
             **processes.get(name, {}),
         }
         if (hello := hellos.get(name)) is not None:
             worker, beat = cluster.workers[name], router.heartbeats.get(name)
             entry |= {
+                "state": "drained" if worker.drained else "alive",
                 "http": hello.http,
                 "running": worker.running,
                 "linking": worker.linking,

@@ -208,7 +208,7 @@ class Supervisor:
         await self._moment()
         self._write_status()
         if (snapshot := await asyncio.to_thread(get_json, f"{self.front.process.http}/workers")) is not None:
-            self._up |= {"router", *(w["name"] for w in snapshot["workers"] if w["state"] == "alive")}
+            self._up |= {"router", *(w["name"] for w in snapshot["workers"] if w["state"] != "absent")}
 
     async def _moment(self) -> None:
         await asyncio.wait((self.failed,), timeout=_POLL if len(self._up) <= len(self.workers) else 1.0)

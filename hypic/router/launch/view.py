@@ -44,7 +44,7 @@ def bars(request: Mapping[str, Any]) -> list[Bar]:
 
 def workers_table(snapshot: Mapping[str, Any]) -> Table:
     """One row for each worker."""
-    alive = sum(w["state"] == "alive" for w in snapshot["workers"])
+    alive = sum(w["state"] != "absent" for w in snapshot["workers"])
     costs = snapshot["costs"]
     table = Table(
         box=SIMPLE_HEAD,
@@ -55,13 +55,14 @@ def workers_table(snapshot: Mapping[str, Any]) -> Table:
     for column in ("worker", "state", *right):
         table.add_column(column, justify="right" if column in right else "left", no_wrap=True)
     for w in snapshot["workers"]:
-        if w["state"] != "alive":
+        if w["state"] == "absent":
             table.add_row(w["name"], "[red]absent[/]", "", str(w.get("restarts", "")))
             continue
         used = 1 - w["arena_free"] / w["arena_bytes"] if w["arena_bytes"] else 0.0
+        state = f"[{'green' if w['state'] == 'alive' else 'yellow'}]{w['state']}[/]"
         counts = (str(w[k]) for k in ("running", "linking", "compiling", "queued_tokens"))
         table.add_row(
-            w["name"], "[green]alive[/]", w["http"].rpartition(":")[2], str(w.get("restarts", "")), *counts,
+            w["name"], state, w["http"].rpartition(":")[2], str(w.get("restarts", "")), *counts,
             f"{w['tokens_per_s']:.0f}", str(w["artifacts"]), size(w["arena_bytes"]), f"{100 * used:.0f}%",
         )  # fmt: skip
     return table

@@ -2,9 +2,12 @@
 # One stage of what is to be shown on a GPU machine, each under 8 minutes from a bare start (SGLang 0.5.17 installed, or
 # `source scripts/gpu/setup.sh PACK` before; FlashInfer compiles for 2 minutes when its cache is empty).
 #
-#   smoke   kernels against their references, artifacts between processes, the self-check in bf16 (CHECKS, by default P1,P4), the gates of models/almanac
+#   smoke   kernels against their references, artifacts between processes, the self-check in bf16 (CHECKS, by default P1,P4), the gates
+#           of models/almanac
 #   ttft    hypic beside stock SGLang: cold, prefix hit, warm, turn, several at once; kernels; once more with states in float32
 #   scale   warm links of 4 to 128 segments of 512 to 16,384 tokens
+#   scatter cold prompts on 1 to N workers behind a router, one GPU each: 32k, equal and uneven, LPT and round robin, and 100k; before
+#           that, artifacts between the GPUs alone (WORKERS, by default 1,2)
 #   replay  the highest rate of a RAG trace under an SLO of 1 s TTFT
 #
 # Usage: scripts/gpu/stage.sh STAGE MODEL_DIR OUT_DIR [extra SGLang flags]
@@ -18,7 +21,7 @@ shape=(--load-format dummy --skip-tokenizer-init --dtype bfloat16 --attention-ba
   --cuda-graph-max-bs-prefill 2048 --cuda-graph-backend-prefill breakable --disable-flashinfer-autotune --random-seed 1
   --max-prefill-tokens 65536 "$@")
 quiet() { tr '\r' '\n' | grep -v -e Capturing -e '^$' -e Warning -e warnings.warn; }
-bench() { python3 -m hypic bench "$model" "${shape[@]}" --no-selfcheck --hypic-memory 24GiB "${more[@]}" 2>&1 | quiet; }
+bench() { python3 -m hypic bench "$model" "${shape[@]}" --no-selfcheck --hypic-memory 24GiB "${more[@]}" "$@" 2>&1 | quiet; }
 case $stage in
   smoke)
     small=(--dtype bfloat16 --attention-backend flashinfer --sampling-backend pytorch --grammar-backend none
@@ -42,6 +45,13 @@ case $stage in
       --out "$out")
     bench | tee "$out/scale.log"
     ;;
+  scatter)
+    workers=${WORKERS:-1,2}
+    python3 -m hypic.router.transport.measure --device cuda --mib 160 --reps 9 | tee "$out/transfers.json"
+    more=(--suites scatter --workers "$workers" --reps "${REPS:-7}" --context-length 131072)
+    bench --out "$out/32k" | tee "$out/32k.log"
+    bench --out "$out/100k" --segments 50 | tee "$out/100k.log"
+    ;;
   replay)
     # One engine in a call: ENGINES=hypic, then prefix, then none; the second and third go on in OUT_DIR.
     python3 -m hypic replay "$model" "${shape[@]}" --generate "${SPEC:-traces/rag-production.toml}" --resume --out "$out" \
@@ -50,7 +60,7 @@ case $stage in
       --max-running-requests 64 --cuda-graph-max-bs-decode 64 2>&1 | quiet | tee -a "$out/replay.log"
     ;;
   *)
-    echo "no stage $stage: smoke, ttft, scale or replay" >&2
+    echo "no stage $stage: smoke, ttft, scale, scatter or replay" >&2
     exit 2
     ;;
 esac

@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from hypic.method import MethodError, parse_methods
+
 OFFICIAL_SEPARATOR = "<<PIC_SEP>>"
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30, "t": 10**12, "ti": 2**40}
@@ -21,8 +23,16 @@ class ConfigError(ValueError):
     """A ``--hypic-*`` flag or HYPIC_* variable that cannot be used; the text names it and the remedy."""
 
 
+def _are_methods(names: str) -> bool:
+    try:
+        return bool(parse_methods(names, 1))
+    except MethodError:
+        return False
+
+
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "seam_window": (lambda n: n >= 1, "must be at least 1 token"),
+    "methods": (_are_methods, "write seam, seam-N with a seam window N, legolink-0, or several with commas, each once"),
     "min_segment": (lambda n: n >= 0, "must not be negative"),
     "attention": (lambda way: way in ("auto", "seam", "expanded"), "write auto, seam or expanded"),
     "memory": (lambda n: n >= 0, "must not be negative"),
@@ -45,6 +55,7 @@ class HypicConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         enabled: the plugin hooks SGLang only when true (HYPIC_ENABLED, set by ``hypic serve``).
         seam_window: w, tokens recomputed at the head of each cached segment (seam window, see docs/SEMANTICS.md).
+        methods: names of the caching methods that requests may pick, separated by commas; the first is the default.
         min_segment: segments shorter than this many tokens are plain spans.
         memory: bytes of the artifact arena; 0 (no flag, no variable) lets the engine choose.
         separator: cut prompts at this string without a per-request opt-in (clients of the official fork); "" is off.
@@ -66,6 +77,7 @@ class HypicConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     enabled: bool = False
     seam_window: int = 8
+    methods: str = "seam"
     min_segment: int = 64
     memory: int = 0
     separator: str = ""

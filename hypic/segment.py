@@ -52,7 +52,8 @@ _SALT = "hypic_salt"
 _REPORT = "hypic_report"
 _REQUEST = "hypic_request"
 _NAME = "hypic_name"
-_KEYS = frozenset({_CACHED, _DECLINED, _REASONS, _SALT, _REPORT, _REQUEST, _NAME})
+_METHOD = "hypic_method"
+_KEYS = frozenset({_CACHED, _DECLINED, _REASONS, _SALT, _REPORT, _REQUEST, _NAME, _METHOD})
 
 
 class MalformedSpans(ValueError):
@@ -85,6 +86,7 @@ class RequestSpans(msgspec.Struct, frozen=True, kw_only=True):
         request: the router's name of the request; "" if it came straight from a client.
         name: the prompt is one segment that the client named (:func:`segment_id`): compile it, and answer nothing. "" for
             every other request.
+        method: name of the caching method (:mod:`hypic.method`); "" for the server's default.
     """
 
     cached: tuple[Bounds, ...] = ()
@@ -93,6 +95,7 @@ class RequestSpans(msgspec.Struct, frozen=True, kw_only=True):
     report: bool = False
     request: str = ""
     name: str = ""
+    method: str = ""
 
     def to_params(self) -> dict[str, Any]:
         """The reserved ``custom_params`` entries, all flat, that :meth:`from_params` reads back."""
@@ -104,6 +107,7 @@ class RequestSpans(msgspec.Struct, frozen=True, kw_only=True):
             _REPORT: self.report,
             _REQUEST: self.request,
             _NAME: self.name,
+            _METHOD: self.method,
         }
 
     @classmethod
@@ -128,9 +132,10 @@ class RequestSpans(msgspec.Struct, frozen=True, kw_only=True):
             odd = sorted(found ^ _KEYS)
             raise MalformedSpans(f"custom_params: keys {odd} missing or unknown, expected exactly {sorted(_KEYS)}")
         salt, report, reasons, request = params[_SALT], params[_REPORT], params[_REASONS], params[_REQUEST]
-        name = params[_NAME]
-        if not all(isinstance(text, str) for text in (salt, request, name)) or not isinstance(report, bool):
-            raise MalformedSpans(f"custom_params: {_SALT}, {_REQUEST}, {_NAME} must be strings and {_REPORT} a boolean")
+        name, method = params[_NAME], params[_METHOD]
+        if not all(isinstance(text, str) for text in (salt, request, name, method)) or not isinstance(report, bool):
+            texts = ", ".join((_SALT, _REQUEST, _NAME, _METHOD))
+            raise MalformedSpans(f"custom_params: {texts} must be strings and {_REPORT} a boolean")
         if not isinstance(reasons, (list, tuple)) or not all(isinstance(r, str) for r in reasons):
             raise MalformedSpans(f"custom_params: {_REASONS} must be a list of strings")
         cached = _pairs(_CACHED, params[_CACHED])
@@ -152,6 +157,7 @@ class RequestSpans(msgspec.Struct, frozen=True, kw_only=True):
             report=report,
             request=request,
             name=name,
+            method=method,
         )
 
     def declining_all(self, reason: str) -> RequestSpans:
@@ -174,10 +180,16 @@ def span_id(tokens: Sequence[int] | np.ndarray) -> str:
     return hashlib.blake2b(np.asarray(tokens, dtype="<i8").tobytes(), digest_size=8).hexdigest()
 
 
-def segment_id(tenant: str, adapter: str, tokens: Sequence[int] | np.ndarray) -> str:
-    """The id under which a tenant may use a segment instead of its text: the same for the same content, anywhere."""
+def segment_id(tenant: str, adapter: str, method: str, tokens: Sequence[int] | np.ndarray) -> str:
+    """The id under which a tenant may use a segment instead of its text: the same for the same content, anywhere.
+
+    Args:
+        tenant: the cache salt.
+        adapter, method: what it was registered for; "" for the base model and the server's default.
+        tokens: its ids.
+    """
     digest = hashlib.blake2b(digest_size=16)
-    for part in (tenant.encode(), adapter.encode(), np.asarray(tokens, dtype="<i8").tobytes()):
+    for part in (tenant.encode(), adapter.encode(), method.encode(), np.asarray(tokens, dtype="<i8").tobytes()):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return SEGMENT_ID_PREFIX + digest.hexdigest()

@@ -23,6 +23,7 @@ class Artifact:
         key: digest of all that the artifact is a function of.
         tokens: ids of the whole segment; compared on every hit.
         adapter: LoRA adapter it was compiled under ("" for the base model).
+        method: name of the caching method that it is for ("" for the server's default).
         offset, nbytes: the blob in the arena.
         base: byte offset of the payload.
         ready: compiled; False while a compile request fills it.
@@ -40,6 +41,7 @@ class Artifact:
         "key",
         "locks",
         "made_for",
+        "method",
         "nbytes",
         "offset",
         "ready",
@@ -48,8 +50,8 @@ class Artifact:
         "tokens",
     )
 
-    def __init__(self, key: bytes, tokens: array, adapter: str, offset: int, nbytes: int, base: int):
-        self.key, self.tokens, self.adapter = key, tokens, adapter
+    def __init__(self, key: bytes, tokens: array, adapter: str, offset: int, nbytes: int, base: int, method: str = ""):
+        self.key, self.tokens, self.adapter, self.method = key, tokens, adapter, method
         self.offset, self.nbytes, self.base = offset, nbytes, base
         self.ready = self.stale = self.cold = False
         self.source = self.made_for = ""
@@ -64,6 +66,7 @@ class Request(NamedTuple):
     adapter: str
     header_bytes: int
     payload_bytes: int
+    method: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -169,7 +172,8 @@ class ArtifactStore:
                     artifact.locks = 0
                     self._drop(artifact)
                 return None
-            artifact = Artifact(want.key, want.tokens, want.adapter, offset, want.nbytes, offset + want.header_bytes)
+            base = offset + want.header_bytes
+            artifact = Artifact(want.key, want.tokens, want.adapter, offset, want.nbytes, base, want.method)
             artifact.locks = 1
             self._index[want.key] = artifact
             self._probation[want.key] = artifact

@@ -18,6 +18,7 @@ import torch
 from hypic.check.oracle import Oracle, OracleError, OracleResult
 from hypic.check.result import Tally
 from hypic.check.session import Answer, Prompt, Session, distance
+from hypic.method import dummy_token
 
 EXACT = 1e-4
 """Bound on logprobs in float32."""
@@ -98,8 +99,11 @@ class Judge:
     ) -> tuple[_Watched, tuple[tuple[int, int], ...]]:
         """The oracle's linked answer, and the segments that it linked."""
         assert self.oracle is not None
-        w = session.config.seam_window
-        result = self.oracle.link(prompt.ids, prompt.segments, w=w, n_new=len(forced), forced=forced)
+        method = session.method(prompt.method)
+        dummies = [dummy_token(self.oracle.text_config)] * method.dummies
+        result = self.oracle.link(
+            prompt.ids, prompt.segments, w=method.seam_window, n_new=len(forced), forced=forced, dummies=dummies
+        )
         return _watch(session, result), result.linked
 
     def noise(self, session: Session) -> float:

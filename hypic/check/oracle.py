@@ -85,6 +85,11 @@ class Oracle:
             raise OracleError(f"{model_dir}: {e}") from None
         self._compiled: dict[tuple[int, ...], list[Any]] = {}
 
+    @property
+    def text_config(self) -> Any:
+        """Of the language model."""
+        return self._text.config
+
     @torch.inference_mode()
     def link(
         self,
@@ -94,6 +99,7 @@ class Oracle:
         w: int,
         n_new: int,
         forced: Sequence[int] | None = None,
+        dummies: Sequence[int] = (),
     ) -> OracleResult:
         """Answer ``ids`` with the segments ``cached`` linked from artifacts and everything else plain.
 
@@ -104,6 +110,7 @@ class Oracle:
             w: the seam window; 0 replays whole segments.
             n_new: tokens to answer, at least 1.
             forced: take these instead of the most likely tokens (same length as ``n_new``).
+            dummies: tokens that segments are compiled behind (LegoLink-0); their records are dropped.
         Raises:
             OracleError: an empty prompt, spans out of order or out of range, a bad ``w``, ``n_new`` or ``forced``.
         """
@@ -112,8 +119,9 @@ class Oracle:
         done = 0
         for start, end in linked:
             _, states, _ = self._run(ids[done : start + w], states)
-            records = self._compile(tuple(ids[start:end]))
-            states = [b.replay(s, interior(r, w)) for b, s, r in zip(self._blocks, states, records, strict=True)]
+            records = self._compile((*dummies, *ids[start:end]))
+            first = len(dummies) + w
+            states = [b.replay(s, interior(r, first)) for b, s, r in zip(self._blocks, states, records, strict=True)]
             done = end
         hidden, states, _ = self._run(ids[done:], states)
 

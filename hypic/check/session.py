@@ -21,6 +21,7 @@ import torch
 
 from hypic.check.engines import environ_with, start_engine
 from hypic.config import HypicConfig
+from hypic.method import Method, parse_methods
 from hypic.platform_cpu import CPU_MODE
 from hypic.report import BOUGHT, HITS, Report
 
@@ -52,12 +53,14 @@ class Prompt(NamedTuple):
         segments: [start, end) of each segment; () is what stock SGLang would be sent.
         new_tokens: length of the answer, greedy.
         tenant: its ``cache_salt``. Tenants share neither artifacts nor radix entries, so a new one finds nothing cached.
+        method: the caching method; "" for the session's default.
     """
 
     ids: Sequence[int]
     segments: Sequence[tuple[int, int]] = ()
     new_tokens: int = 4
     tenant: str = ""
+    method: str = ""
 
 
 class Answer(NamedTuple):
@@ -171,11 +174,17 @@ class Session:
             segments=[list(s) for s in prompt.segments] or None,
             sampling_params={"max_new_tokens": prompt.new_tokens, "temperature": 0.0, "ignore_eos": True},
             extra_key=prompt.tenant or None,
+            method=prompt.method or None,
             return_logprob=True,
             token_ids_logprob=self.watched,
             rid=rid,
         )
         return read_answer(await self._patiently(request))
+
+    def method(self, name: str = "") -> Method:
+        """A caching method of the session; its default for ""."""
+        methods = parse_methods(self.config.methods, self.config.seam_window)
+        return methods[name] if name else next(iter(methods.values()))
 
     def abort(self, rid: str) -> None:
         """What SGLang does when a client disconnects."""

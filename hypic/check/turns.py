@@ -177,7 +177,7 @@ class _Cases:
 
     def __init__(self, tally: Tally, session: Session) -> None:
         self.tally, self.session = tally, session
-        self.expect = Expectation(session.settings, session.config.seam_window)
+        self.expect = Expectation(session.settings, session.method().seam_window)
         self.count = self.most = 0
 
     def begin(self, name: str, prompt: Prompt) -> Turn:
@@ -188,7 +188,7 @@ class _Cases:
     def follow(self, name: str, earlier: Turn, prompt: Prompt) -> Turn:
         """The turn after `earlier`: it finds exactly what it must."""
         reused = self.expect.reused(earlier, prompt)
-        w = self.session.config.seam_window
+        w = self.session.method().seam_window
         joined = sum(
             end - start - w
             for start, end in prompt.segments

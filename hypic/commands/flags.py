@@ -12,6 +12,7 @@ from hypic.config import ConfigError, HypicConfig, read_setting
 _PREFIX = "--hypic-"
 _SETTINGS = (
     "seam_window",
+    "methods",
     "min_segment",
     "memory",
     "separator",

@@ -34,6 +34,16 @@ def serve(
             rich_help_panel=_PANEL,
         ),
     ] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            "--hypic-methods",
+            metavar="NAMES",
+            help="Methods that requests may pick, the default first: seam, seam-N with another seam window, legolink-0. "
+            "Default seam.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None,
     min_segment: Annotated[
         int | None,
         typer.Option(
@@ -125,6 +135,7 @@ def serve(
         config = merge_config(
             from_env(os.environ),
             seam_window=seam_window,
+            methods=methods,
             min_segment=min_segment,
             memory=memory,
             separator=separator,

@@ -64,7 +64,7 @@ def _own_headers(manager: LinkManager) -> None:
     """Every artifact that may be joined says in its blob what the index takes it for."""
     buffer = manager.store.arena.buffer
     for artifact in manager.store.ready():
-        expected = decode_header(manager.header(artifact.tokens, artifact.adapter))
+        expected = decode_header(manager.header_of(artifact))
         try:
             require_header(bytes(buffer[artifact.offset : artifact.base].cpu().numpy()), expected)
         except HeaderError as e:
@@ -102,7 +102,7 @@ def dump_artifacts(scheduler: Any, path: str) -> None:
     store, layout = manager.store, manager.layout
     out = {}
     for artifact in store.ready():
-        n = max(len(artifact.tokens) - manager.config.seam_window, 0)
+        n = max(len(artifact.tokens) - manager.method_of(artifact).seam_window, 0)
         payload = store.arena.buffer[artifact.base : artifact.base + layout.payload_bytes(n)]
         out[span_id(artifact.tokens)] = {
             k: v.to("cpu", torch.float32, copy=True) for k, v in layout.parts(payload, n).items()

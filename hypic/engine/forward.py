@@ -114,8 +114,9 @@ class LinkRuntime:
                 assert artifact is not None
                 blobs.append(artifact.base + self.layout.kv_offset)
                 counts.append(hi - lo)
-                locals_.append(lo - row.link.segments[segment].start)
-                shifts.append(row.link.segments[segment].start)
+                start, dummies = row.link.segments[segment].start, row.link.method.dummies
+                locals_.append(lo - start + dummies)
+                shifts.append(start - dummies)
                 slots.append(row.link.reserved[lo - row.layout.hit : hi - row.layout.hit])
         if blobs and self.k_pools:
             device = self.arena.buffer.device
@@ -129,12 +130,11 @@ class LinkRuntime:
         """Copy K and V of finished compiles out of the pool and write their headers; the linear parts are there already."""
         rows = [c for c in plan.batch.compiles.values() if c.last]
         buffer = self.arena.buffer
-        if self.k_pools and (long := [c for c in rows if c.end > c.compile.seam_window]):
-            w = long[0].compile.seam_window
+        if self.k_pools and (long := [c for c in rows if c.end > c.compile.first]):
             interiors = InteriorPlan.build(
                 blob_kv=[c.compile.artifact.base + self.layout.kv_offset for c in long],
-                count=[c.end - w for c in long],
-                slots=torch.cat([self.req_to_token[c.pool_row, w : c.end] for c in long]).to(torch.int64),
+                count=[c.end - c.compile.first for c in long],
+                slots=torch.cat([self.req_to_token[c.pool_row, c.compile.first : c.end] for c in long]).to(torch.int64),
                 device=buffer.device,
             )
             capture_interiors(buffer, interiors, self.k_pools, self.v_pools)

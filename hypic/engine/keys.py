@@ -10,8 +10,10 @@ from typing import Any
 
 import msgspec
 
-METHOD = "seam"
-"""The caching method: seam window recomputed, interior joined by (T, S) and relocated KV."""
+from hypic.method import SEAM, Method
+
+METHOD = SEAM
+"""The caching method of a server's identity: seam window recomputed, interior joined by (T, S) and relocated KV."""
 
 _NAMESPACE = "\x1fhypic:"
 
@@ -37,13 +39,13 @@ def artifact_key(identity: bytes, tenant: str, adapter: str, tokens: array[int])
     return _digest(identity, tenant.encode(), adapter.encode(), tokens.tobytes())
 
 
-def link_namespace(extra_key: str | None, tenant: str, seam_window: int) -> str:
+def link_namespace(extra_key: str | None, tenant: str, seam_window: int, method: str = METHOD) -> str:
     """Radix `extra_key` of a linked request: the original one plus method, w and the tenant with its length.
 
     SGLang joins cache_salt, extra_key and adapter with nothing between; the length keeps ("a", "bc") and ("ab", "c")
     apart. Span boundaries live in the marked token ids (:func:`hypic.plan.mark_interiors`).
     """
-    return f"{extra_key or ''}{_NAMESPACE}{METHOD}:{seam_window}:{len(tenant)}:{tenant}"
+    return f"{extra_key or ''}{_NAMESPACE}{method}:{seam_window}:{len(tenant)}:{tenant}"
 
 
 class KeyIdentity(msgspec.Struct, frozen=True):
@@ -61,6 +63,11 @@ class KeyIdentity(msgspec.Struct, frozen=True):
     def digest(self) -> bytes:
         """Of all but the rank: a segment has one key at all ranks, each of which holds its part in a store of its own."""
         return _digest(msgspec.msgpack.encode(msgspec.structs.replace(self, tp_rank=0)))
+
+    def of(self, method: Method, dummy: int) -> KeyIdentity:
+        """The identity of artifacts for a method; `dummy` is the token that its dummies are."""
+        kind = f"{method.kind}:{method.dummies}x{dummy}" if method.dummies else method.kind
+        return msgspec.structs.replace(self, method=kind, seam_window=method.seam_window)
 
     def next_weights(self) -> KeyIdentity:
         """Identity after `update_weights*`: nothing compiled before is found again."""

@@ -16,7 +16,7 @@ import torch
 import zmq
 
 from hypic.artifact.arena import Arena
-from hypic.artifact.store import Artifact, ArtifactStore
+from hypic.artifact.store import ArtifactStore
 from hypic.config import HypicConfig, from_env
 from hypic.engine import audit, keys, model, support
 from hypic.engine.forward import LinkRuntime
@@ -77,6 +77,7 @@ def attach_runtime(_: Any, model_runner: Any) -> None:
     runtime: LinkRuntime = model_runner.hypic
     config = from_env()
     layout = model.read_layout(model_runner, config.state_dtype)
+    support.check_methods(config, hybrid=layout.linear is not None)
     rotary = None
     if config.start_check:
         rotary, runtime.off = model.prove(model_runner, layout)
@@ -139,10 +140,7 @@ def attach_manager(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
     scheduler.hypic_audit = lambda: audit.audit(scheduler)
     scheduler.hypic_dump = lambda path: audit.dump_artifacts(scheduler, path)
 
-    def header(artifact: Artifact) -> bytes:
-        return manager.header(artifact.tokens, artifact.adapter)
-
-    runtime.header = header
+    runtime.header = manager.header_of
     runtime.weights_listeners.append(manager.new_weights)
 
 

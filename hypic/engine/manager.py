@@ -20,6 +20,7 @@ from hypic.engine.metrics import EngineMetrics
 from hypic.engine.named import NamedSegments
 from hypic.engine.reporting import settle_report
 from hypic.engine.request import Compile, Link, LinkState, Segment, compile_of, link_of
+from hypic.method import Method, dummy_token, parse_methods
 from hypic.plan import mark_interiors
 from hypic.report import ELSEWHERE
 from hypic.segment import INTERNAL_RID_PREFIX, MalformedSpans, RequestSpans
@@ -67,6 +68,10 @@ class LinkManager:
         self.scheduler = scheduler
         self.config, self.store, self.layout, self.identity, self.off = config, store, layout, identity, off
         self.metrics = metrics
+        self.methods = parse_methods(config.methods, config.seam_window)
+        """By name."""
+        self.default = next(iter(self.methods.values()))
+        self._dummy = dummy_token(scheduler.model_config.hf_text_config)
         self._spawn = spawn
         self.named = NamedSegments(self)
         self.sharing: Sharing | None = None
@@ -86,7 +91,7 @@ class LinkManager:
         """Queue a request; a linked one brings its compile requests along, in front of it."""
         link = self._plan(req)
         if link is not None and link.compile_only:
-            self.named.learn(link.spans.name, link.spans.salt, req.lora_id or "", req.origin_input_ids)
+            self.named.learn(link.spans.name, link.spans.salt, req.lora_id or "", req.origin_input_ids, link.method)
             if not link.linked:
                 self._conclude(req)
                 return
@@ -107,6 +112,8 @@ class LinkManager:
         req.hypic = None
         try:
             spans = RequestSpans.from_params(req.sampling_params.custom_params, len(req.origin_input_ids))
+            if spans is not None and spans.method and spans.method not in self.methods:
+                raise MalformedSpans(f"custom_params: no method {spans.method!r} here")
         except MalformedSpans as e:
             if req.finished_reason is None and req.to_finish is None:
                 logger.warning("request %s served natively: %s", req.rid, e)
@@ -114,17 +121,15 @@ class LinkManager:
             return None
         if spans is None or req.finished_reason is not None or req.to_finish is not None:
             return None
-        adapter = req.lora_id or ""
+        adapter, method = req.lora_id or "", self.methods[spans.method or self.default.name]
         segments = []
         for start, end in spans.cached:
             tokens = req.origin_input_ids[start:end]
-            segments.append(
-                Segment(start, end, tokens, keys.artifact_key(self.identity.digest, spans.salt, adapter, tokens))
-            )
-        link = Link(spans, segments, self.config.seam_window, self)
+            segments.append(Segment(start, end, tokens, self.key(spans.salt, adapter, tokens, method)))
+        link = Link(spans, segments, method, self)
         self._settle(link, req)
         if link.linked:
-            req.extra_key = keys.link_namespace(req.extra_key, spans.salt, link.seam_window)
+            req.extra_key = keys.link_namespace(req.extra_key, spans.salt, method.seam_window, method.kind)
         req.hypic = link
         return link
 
@@ -208,12 +213,25 @@ class LinkManager:
                 s.outcome = "hit_device" if artifact.ready else "waited"
 
     def _space(self, s: Segment, req: Any) -> Request:
-        return self.space(s.key, s.tokens, req.lora_id or "")
+        link = link_of(req)
+        assert link is not None
+        return self.space(s.key, s.tokens, req.lora_id or "", link.method.name)
 
-    def space(self, key: bytes, tokens: array, adapter: str) -> Request:
+    def space(self, key: bytes, tokens: array, adapter: str, method: str = "") -> Request:
         """What the artifact of `tokens` takes in the arena."""
-        payload = self.layout.payload_bytes(max(len(tokens) - self.config.seam_window, 0))
-        return Request(key, tokens, adapter, len(self.header(tokens, adapter)), payload)
+        w = self.methods[method or self.default.name].seam_window
+        payload = self.layout.payload_bytes(max(len(tokens) - w, 0))
+        return Request(key, tokens, adapter, len(self.header(tokens, adapter, method)), payload, method)
+
+    def key(self, tenant: str, adapter: str, tokens: array, method: Method) -> bytes:
+        """Store key of a segment."""
+        return keys.artifact_key(self.identity.of(method, self._dummy).digest, tenant, adapter, tokens)
+
+    def method_of(self, artifact: Artifact) -> Method:
+        return self.methods[artifact.method or self.default.name]
+
+    def header_of(self, artifact: Artifact) -> bytes:
+        return self.header(artifact.tokens, artifact.adapter, artifact.method)
 
     def reserve_for(self, wanted: list[tuple[bytes, array, str]]) -> list[Artifact] | None:
         """Places for artifacts (key, tokens, adapter) that other workers want or send: for all or for none, and for none
@@ -222,9 +240,9 @@ class LinkManager:
             return None
         return self.store.reserve(self.space(*w) for w in wanted)
 
-    def header(self, tokens: array, adapter: str) -> bytes:
+    def header(self, tokens: array, adapter: str, method: str = "") -> bytes:
         """Header bytes of the artifact of `tokens`."""
-        ident = self.identity
+        ident = self.identity.of(self.methods[method or self.default.name], self._dummy)
         return encode_header(
             Header(
                 fingerprint=f"{ident.fingerprint}+{ident.weights_version}",
@@ -271,8 +289,9 @@ class LinkManager:
     def start_compile(self, artifact: Artifact, parent: Any | None) -> None:
         """Queue the compile of a reserved artifact: in front of the request that needs it, or at the end."""
         rid = f"{INTERNAL_RID_PREFIX}{artifact.key.hex()[:16]}-{next(self._serial)}"
-        req = self._spawn(artifact.tokens, rid, parent)
-        req.hypic = Compile(artifact, self.config.seam_window, started=time.perf_counter())
+        method = self.method_of(artifact)
+        req = self._spawn(array("q", [self._dummy] * method.dummies) + artifact.tokens, rid, parent)
+        req.hypic = Compile(artifact, method.seam_window, method.dummies, started=time.perf_counter())
         self._inflight[artifact.key] = req
         req.time_stats.set_wait_queue_entry_time()
         queue = self.scheduler.waiting_queue
@@ -287,7 +306,7 @@ class LinkManager:
                 if state.complete:
                     del self._inflight[state.artifact.key]
                     self.store.commit(state.artifact)
-                    self.metrics.compiled(state.length, time.perf_counter() - state.started)
+                    self.metrics.compiled(len(state.artifact.tokens), time.perf_counter() - state.started)
                     if self.sharing is not None:
                         self.sharing.compiled(state.artifact, state)
                 else:
@@ -474,7 +493,7 @@ class LinkManager:
             link = link_of(req)
             assert link is not None
             for s in link.segments:
-                s.key = keys.artifact_key(self.identity.digest, link.spans.salt, req.lora_id or "", s.tokens)
+                s.key = self.key(link.spans.salt, req.lora_id or "", s.tokens, link.method)
         self.named.new_weights()
         if self.sharing is not None:
             self.sharing.new_weights()

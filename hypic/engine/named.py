@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from hypic.engine import keys
+from hypic.method import Method
 
 if TYPE_CHECKING:
     from hypic.engine.manager import LinkManager
@@ -23,6 +23,7 @@ class Named:
     tenant: str
     adapter: str
     tokens: array
+    method: Method
     key: bytes
     hits: int = 0
     """How often a request joined its artifact, or a linked prefix that held it."""
@@ -68,15 +69,15 @@ class NamedSegments:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def learn(self, name: str, tenant: str, adapter: str, tokens: array) -> None:
+    def learn(self, name: str, tenant: str, adapter: str, tokens: array, method: Method) -> None:
         """A compile request for that name has arrived."""
-        key = self._key(tenant, adapter, tokens)
+        key = self._manager.key(tenant, adapter, tokens, method)
         known = self._by_id.get(name)
         if known is not None and known.key == key:
             return
         if known is not None:  # its adapter was loaded anew: same name, another artifact
             self.forget([name])
-        named = self._by_id[name] = self._by_key[key] = Named(tenant, adapter, tokens, key)
+        named = self._by_id[name] = self._by_key[key] = Named(tenant, adapter, tokens, method, key)
         if known is not None:
             named.hits = known.hits
 
@@ -135,7 +136,7 @@ class NamedSegments:
         self._by_key = {}
         for named in self._by_id.values():
             self._manager.store.unpin(named.key)
-            named.key = self._key(named.tenant, named.adapter, named.tokens)
+            named.key = self._key(named)
             self._by_key[named.key] = named
             if named.pinned:
                 self._manager.store.pin(named.key)
@@ -147,7 +148,7 @@ class NamedSegments:
     def check_integrity(self) -> None:
         """Pins are those of named segments, under the keys of today. Raises AssertionError."""
         assert {n.key for n in self._by_id.values()} == self._by_key.keys()
-        assert all(self._key(n.tenant, n.adapter, n.tokens) == n.key for n in self._by_id.values())
+        assert all(self._key(n) == n.key for n in self._by_id.values())
         assert {n.key for n in self._pinned()} == self._manager.store.pins, (
             "pins without a name, or names without theirs"
         )
@@ -156,7 +157,7 @@ class NamedSegments:
         return [n for n in self._by_id.values() if n.pinned]
 
     def _size(self, named: Named) -> int:
-        return self._manager.space(named.key, named.tokens, named.adapter).nbytes
+        return self._manager.space(named.key, named.tokens, named.adapter, named.method.name).nbytes
 
-    def _key(self, tenant: str, adapter: str, tokens: array) -> bytes:
-        return keys.artifact_key(self._manager.identity.digest, tenant, adapter, tokens)
+    def _key(self, named: Named) -> bytes:
+        return self._manager.key(named.tenant, named.adapter, named.tokens, named.method)

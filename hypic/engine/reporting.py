@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypic.engine.keys import METHOD
 from hypic.engine.request import Link, Segment, link_of
 from hypic.report import ELSEWHERE, HITS, Report, SpanReport
 
@@ -102,5 +101,5 @@ def build_report(link: Link, prompt_tokens: int) -> Report:
         recomputed=sum(s.recomputed for s in spans),
         compiled=sum(bought.values()),
         seam_window=w,
-        method=METHOD if link.linked else "native",
+        method=link.method.name if link.linked else "native",
     )

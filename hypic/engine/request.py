@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hypic.artifact.store import Artifact
+from hypic.method import Method
 from hypic.plan import Interior, LinkLayout
 from hypic.report import Outcome
 from hypic.segment import RequestSpans, span_id
@@ -80,7 +81,7 @@ class Link:
 
     spans: RequestSpans
     segments: list[Segment]
-    seam_window: int
+    method: Method
     manager: LinkManager | None = None
     state: LinkState = LinkState.NEW
     layout: LinkLayout | None = None
@@ -97,6 +98,10 @@ class Link:
     reported: bool = False
     radix_hit: int = 0
     """Tokens the radix tree held at the first admission."""
+
+    @property
+    def seam_window(self) -> int:
+        return self.method.seam_window
 
     @property
     def compile_only(self) -> bool:
@@ -124,7 +129,8 @@ class Compile:
 
     artifact: Artifact
     seam_window: int
-    segment_ids: list[str] = field(default_factory=list)
+    dummies: int = 0
+    """Tokens in front of the segment, whose K and V are dropped."""
     complete: bool = False
     """The forward pass that captured the last token was launched."""
     started: float = 0.0
@@ -136,7 +142,13 @@ class Compile:
 
     @property
     def length(self) -> int:
-        return len(self.artifact.tokens)
+        """Tokens of its prefill."""
+        return self.dummies + len(self.artifact.tokens)
+
+    @property
+    def first(self) -> int:
+        """The first of them that the artifact covers."""
+        return self.dummies + self.seam_window
 
 
 def link_of(req: Any) -> Link | None:

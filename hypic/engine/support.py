@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from hypic.config import HypicConfig
+from hypic.method import parse_methods
 
 
 class Unsupported(ValueError):
@@ -75,6 +76,16 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 
+def check_methods(config: HypicConfig, hybrid: bool) -> None:
+    """Raise Unsupported if the settings name a method that the model cannot be served with."""
+    if hybrid and any(m.dummies for m in parse_methods(config.methods, config.seam_window).values()):
+        raise Unsupported(
+            "--hypic-methods legolink-0: for models whose layers are all full attention. A linear layer has no attention sink "
+            "that dummy tokens could take; without a seam the tokens behind a segment's start are off in state and keys, and "
+            "answers collapse (docs/SEMANTICS.md). Use seam"
+        )
+
+
 def check_server_args(args: Any, config: HypicConfig) -> None:
     """Raise Unsupported naming every flag that does not go with hypic, with its reason."""
     state_dtype = config.state_dtype
@@ -85,6 +96,8 @@ def check_server_args(args: Any, config: HypicConfig) -> None:
     if config.router:
         if args.tp_size > 1 and not config.data.startswith("ipc://"):
             raise Unsupported("--hypic-data with --tp-size > 1: write ipc:///PATH, ranks speak to each other beside it")
+        if config.methods != HypicConfig().methods:
+            raise Unsupported("--hypic-router with --hypic-methods: workers and router know the default method only")
         if not config.worker or not config.data:
             raise Unsupported(
                 "--hypic-router needs --hypic-worker NAME and --hypic-data ADDRESS; `hypic launch` sets them"

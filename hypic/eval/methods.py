@@ -12,6 +12,8 @@ from typing import Literal
 
 import msgspec
 
+from hypic.method import DUMMIES, LEGOLINK_0
+
 State = Literal["compose", "additive", "decay", "last", "zero"]
 """What a linear layer's state h becomes over an interior with transition T, total decay d and zero-start end-state S:
 h T + S, h + S, d h + S, S, or 0."""
@@ -65,7 +67,6 @@ class Method(msgspec.Struct, frozen=True, kw_only=True):
 WINDOWS = (0, 1, 2, 4, 8, 16, 32)
 SHARES = (0.05, 0.15)
 BLENDS = (0.15, 0.05, 0.01)
-DUMMIES = 4
 
 FULL = Method(name="full", about="full recompute: every token under everything before it", served=True, link=False, w=0)
 PREFIX = Method(
@@ -137,10 +138,11 @@ _TABLE = (
         state="last",
     ),
     Method(
-        name="legolink-0",
+        name=LEGOLINK_0,
         about=f"compiled behind {DUMMIES} dummy tokens, relocated by what the dummies leave, nothing recomputed",
         source=EPIC,
         models="attention",
+        served=True,
         w=0,
         dummies=DUMMIES,
     ),

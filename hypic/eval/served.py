@@ -25,6 +25,7 @@ from hypic.eval.items import Outcome, Probe
 from hypic.eval.methods import CLOSED_BOOK, FULL, PREFIX, Method
 from hypic.eval.prompt import Codec, Prompt, cut
 from hypic.eval.tasks import Done, Task, as_prefix, kl_and_agreement, linked, outcome
+from hypic.method import LEGOLINK_0, SEAM
 
 WHOLE_VOCABULARY = 8192
 """Tokens up to which KL is over all of them."""
@@ -151,7 +152,9 @@ class Served:
     def _linked(
         self, method: Method, tasks: Sequence[Task], full: Mapping[str, tuple[Reply, Task]], folder: Path
     ) -> Iterator[Outcome]:
-        config = msgspec.structs.replace(self._config, enabled=True, seam_window=method.w, min_segment=0)
+        config = msgspec.structs.replace(self._config, enabled=True, min_segment=0)
+        how = {"methods": LEGOLINK_0} if method.dummies else {"methods": SEAM, "seam_window": method.w}
+        config = msgspec.structs.replace(config, **how)
         asks = []
         for task in tasks:
             truth = full[task.item.id][0]

@@ -16,6 +16,8 @@ from hypic.config import HypicConfig
 pytest.register_assert_rewrite("tests.cases.driving")
 from tests.cases.driving import Driver, Writer  # noqa: E402
 
+METHODS = {"qwen35": "seam,seam-24", "llama": "seam,seam-24,legolink-0"}
+"""What requests may pick; the first is the default."""
 SLOW_CHUNK = 64
 """Prefill chunk that makes a compile of a few thousand tokens last for a second."""
 
@@ -67,7 +69,7 @@ def judge_for(tiny_model: Callable[[str], Path]) -> Callable[[str], Judge]:
     return cache(lambda name: Judge(name, str(tiny_model(name)), 0))
 
 
-@pytest.fixture(scope="module", params=["qwen35", "llama"])
+@pytest.fixture(scope="session", params=["qwen35", "llama"])
 def model(request: pytest.FixtureRequest) -> str:
     """A hybrid under the overlap scheduler with tracked states, and an attention-only model."""
     return request.param
@@ -75,7 +77,7 @@ def model(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def engine(model: str, driver_for: Callable[..., Driver]) -> Driver:
-    return driver_for(model)
+    return driver_for(model, methods=METHODS[model])
 
 
 @pytest.fixture
@@ -85,7 +87,7 @@ def judge(model: str, judge_for: Callable[[str], Judge]) -> Judge:
 
 @pytest.fixture
 def hybrid(driver_for: Callable[..., Driver]) -> Driver:
-    return driver_for("qwen35")
+    return driver_for("qwen35", methods=METHODS["qwen35"])
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 from hypic.check.engines import running_engine
 from hypic.config import HypicConfig
 from hypic.engine.http.inprocess import generate
-from hypic.engine.support import REFUSALS, Refusal, Unsupported, check_server_args
+from hypic.engine.support import REFUSALS, Refusal, Unsupported, check_methods, check_server_args
 
 VALUES = {
     "--speculative-algorithm": ["EAGLE", "NGRAM", "STANDALONE"],
@@ -120,6 +120,27 @@ def test_a_server_ends_with_what_it_refuses_and_no_traceback(tiny_model: Callabl
         "  --enable-streaming-session: streaming sessions are not proven"
     )
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("methods", ["legolink-0", "seam,legolink-0"])
+def test_legolink_0_is_refused_for_hybrids(methods: str) -> None:
+    """And nothing else is."""
+    config = HypicConfig(methods=methods)
+    with pytest.raises(Unsupported, match="--hypic-methods legolink-0: for models whose layers are all full attention"):
+        check_methods(config, hybrid=True)
+    check_methods(config, hybrid=False)
+    check_methods(HypicConfig(methods="seam,seam-16"), hybrid=True)
+
+
+def test_a_hybrid_is_not_served_with_legolink_0(tiny_model: Callable[[str], Path]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hypic", "serve", str(tiny_model("qwen35")), "--hypic-methods", "seam,legolink-0"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode != 0
+    assert "--hypic-methods legolink-0: for models whose layers are all full attention" in done.stderr
 
 
 # ---------------------------------------------------------------------- requests

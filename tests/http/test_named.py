@@ -50,9 +50,9 @@ class RegistryMachine(RuleBasedStateMachine):
         keys = {(tenant, len(t)) for t in tokens}
         if self.cost(keys | self.known.keys()) > BUDGET:
             with pytest.raises(RegistryFull, match="--hypic-segment-memory"):
-                self.registry.put(Wanted(tenant, "", t, ttl) for t in tokens)
+                self.registry.put(Wanted(tenant, "", "", t, ttl) for t in tokens)
             return
-        records = self.registry.put(Wanted(tenant, "", t, ttl) for t in tokens)
+        records = self.registry.put(Wanted(tenant, "", "", t, ttl) for t in tokens)
         for t, record in zip(tokens, records, strict=True):
             assert (record.tokens, record.tenant) == (t, tenant)
             if (known := self.known.get((tenant, len(t)))) is not None:
@@ -105,7 +105,7 @@ TestRegistry.settings = settings(max_examples=60, stateful_step_count=30, deadli
 def test_looking_is_no_use() -> None:
     now = [0.0]
     registry = Registry(BUDGET, clock=lambda: now[0])
-    record: Record = registry.put([Wanted("", "", TOKENS[0], 5.0)])[0]
+    record: Record = registry.put([Wanted("", "", "", TOKENS[0], 5.0)])[0]
     now[0] = 4.0
     registry.get("", record.id)
     assert registry.left(record) == 1.0

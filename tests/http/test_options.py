@@ -14,10 +14,11 @@ from hypic.engine.http.options import BadRequest, Options
 @pytest.mark.parametrize(
     ("raw", "says"),
     [
-        ([1], "must be an object with the keys insert, report, segments, separator"),
+        ([1], "must be an object with the keys insert, method, report, segments, separator"),
         ("x", "must be an object"),
-        ({"seperator": "|"}, "unknown key 'seperator'; valid keys are insert, report, segments, separator"),
+        ({"seperator": "|"}, "unknown key 'seperator'; valid keys are insert, method, report, segments, separator"),
         ({"separator": 5}, "hypic.separator: must be a string, got 5"),
+        ({"method": 0}, "hypic.method: must be a string, got 0"),
         ({"report": "yes"}, "hypic.report: must be true or false, got 'yes'"),
         ({"segments": "0-5"}, "hypic.segments: must be a list of"),
     ],

@@ -123,19 +123,21 @@ def test_segments_are_tokenised_once_within_the_budget() -> None:
 
 
 spans = st.builds(
-    lambda cuts, flags, declined, salt, report, request, name: RequestSpans(
+    lambda cuts, flags, declined, salt, report, request, name, method: RequestSpans(
         cached=tuple(Bounds(s, e) for s, e, f in zip(cuts, cuts[1:], flags, strict=False) if f),
         declined=tuple(declined),
         salt=salt,
         report=report,
         request=request,
         name=name,
+        method=method,
     ),
     st.lists(st.integers(0, 10_000), unique=True, max_size=12).map(sorted),
     st.lists(st.booleans(), min_size=12, max_size=12),
     st.lists(st.builds(Declined, st.integers(-1, 99), st.integers(-1, 99), st.sampled_from(["template", "empty"]))),
     st.text(max_size=5),
     st.booleans(),
+    st.text(max_size=5),
     st.text(max_size=5),
     st.text(max_size=5),
 )
@@ -163,6 +165,7 @@ GOOD = RequestSpans(cached=(Bounds(2, 5),), declined=(Declined(-1, -1, "empty"),
     [
         {"hypic_request": 7},
         {"hypic_name": None},
+        {"hypic_method": 0},
         {"hypic_cached": [2]},
         {"hypic_cached": [2, "5"]},
         {"hypic_cached": [2, True]},
@@ -203,11 +206,12 @@ def test_span_id_names_the_tokens() -> None:
     assert len({span_id([1, 2]), span_id([2, 1]), span_id([12]), span_id([1, 2, 0])}) == 4
 
 
-def test_segment_ids_name_tenant_adapter_and_tokens() -> None:
+def test_segment_ids_name_tenant_adapter_method_and_tokens() -> None:
     """And no two of them that spell the same when put together."""
     import numpy as np
 
-    assert segment_id("t", "a", [1, 2]) == segment_id("t", "a", np.array([1, 2], dtype=np.int32))
-    assert re.fullmatch("seg_[0-9a-f]{32}", segment_id("", "", [1]))
-    parts = [("t", "a", [1, 2]), ("ta", "", [1, 2]), ("", "ta", [1, 2]), ("t", "a", [2, 1]), ("t", "a", [1, 2, 0])]
-    assert len({segment_id(*p) for p in parts}) == len(parts)
+    assert segment_id("t", "a", "m", [1, 2]) == segment_id("t", "a", "m", np.array([1, 2], dtype=np.int32))
+    assert re.fullmatch("seg_[0-9a-f]{32}", segment_id("", "", "", [1]))
+    names = [("t", "a", ""), ("ta", "", ""), ("", "ta", ""), ("", "t", "a"), ("t", "", "a"), ("", "", "ta")]
+    ids = {segment_id(*n, tokens) for n in names for tokens in ([1, 2], [2, 1], [1, 2, 0])}
+    assert len(ids) == 3 * len(names)

@@ -235,7 +235,7 @@ def test_sessions_are_refused(server: Any, plans: Any) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "says"),
     [
-        (CHAT, rag(hypic={"sep": "|"}), "unknown key 'sep'; valid keys are insert, report, segments, separator"),
+        (CHAT, rag(hypic={"sep": "|"}), "unknown key 'sep'; valid keys are insert, method, report, segments, separator"),
         (CHAT, rag(hypic={"sep": "|"}, stream=True), "unknown key 'sep'"),
         (CHAT, rag(hypic={"segments": [[0, 2]]}), "mark content parts with cache_control"),
         (COMPLETIONS, {"prompt": "a", "hypic": 3}, "must be an object"),

@@ -22,6 +22,8 @@ FLAGS = (
     "512",
     "--hypic-segment-memory",
     str(NAMED_BYTES),
+    "--hypic-methods",
+    "seam,seam-24",
 )
 
 

@@ -153,7 +153,7 @@ def test_what_cannot_be_cached_has_an_id_and_a_reason(server: Server, names: Nam
         ({"segments": [{"text": ""}]}, r"segments[0]: is empty"),
         ({"segments": [{"input_ids": [5, 10**6]}]}, "less than"),
         ({"segments": [{"input_ids": [-1]}]}, "at least 0"),
-        ({"segments": [{"input_ids": [5] * 200_000}]}, "do not fit into the context"),
+        ({"segments": [{"input_ids": [5] * 200_000}]}, "do not fit into a prompt"),
         ({"segments": [{"text": "a"}], "ttl": 0}, "greater than 0"),
         ({"segments": [{"text": "a"}], "tll": 1}, "Extra inputs"),
     ],
@@ -295,6 +295,26 @@ def test_choices_and_logprobs(server: Server, names: Names, text: TextWriter) ->
     assert all(len(c["logprobs"]["content"]) == 5 for c in answer["choices"])
 
 
+def test_a_method_of_the_clients_choice(server: Server, names: Names, text: TextWriter) -> None:
+    """Registered for a method, used with it; with another one it is compiled anew."""
+    document = text.document()
+    (one,) = names.register(document, method="seam-24")
+    assert one["id"] != names.register(document)[0]["id"]
+    for path, outcome in (("seam-24", "hit_device"), ("seam", "hit_device")):
+        body = chat(names.tenant, named(one), text.words(5), hypic={"method": path, **REPORT})
+        report = report_of(server.ask(CHAT, body))
+        assert requests.outcomes(report) == [outcome]
+        w = {"seam": 8, "seam-24": 24}[path]
+        assert (report["method"], report["seam_window"], report["reused_artifacts"]) == (path, w, one["tokens"] - w)
+    for reply in (
+        server.post(CHAT, chat(names.tenant, "a", hypic={"method": "legolink-0"})),
+        server.post(COMPLETIONS, {"prompt": "a", "hypic": {"method": "legolink-0"}, **openai()}),
+        server.post(GENERATE, {"text": "a", "hypic": {"method": "legolink-0"}, "sampling_params": native()}),
+        names.post(document, method="legolink-0"),
+    ):
+        assert reply.status == 400 and "this server has seam, seam-24 (--hypic-methods)" in str(reply.body), reply
+
+
 # ---------------------------------------------------------------------- errors
 
 
@@ -414,11 +434,13 @@ def test_pins_leave_room_for_others(server: Server, names: Names, write: Writer)
     reply = names.post(extra, pin=True)
     assert reply.status == 507 and "--hypic-pin-percent" in reply.body["message"], reply
     (unpinned,) = names.register(extra)
+    (beside,) = names.register(write.tokens(100))
     assert (unpinned["status"], unpinned["pinned"]) == ("ready", False), "registered, but not pinned"
     large = write.document(ARENA_BYTES * 5 // 8 // 1024)
     answer = server.ask(GENERATE, requests.generate_body(write, [[large]]))
     assert requests.outcomes(answer["meta_info"]["hypic"]) == ["declined"]
     assert [s["reason"] for s in requests.segments(answer["meta_info"]["hypic"])] == ["arena_full"]
+    assert names.get(beside["id"])["status"] == "ready", "nothing was evicted in vain"
     flood(server, write, 20)
     assert [n["status"] for n in names.listed() if n["pinned"]] == ["ready"] * count
 

@@ -19,6 +19,7 @@ from hypic.engine.batch import (
 )
 from hypic.engine.request import Compile, Link, Segment
 from hypic.kernels.gdn_chain import ChainItem
+from hypic.method import Method
 from hypic.plan import NO_ARTIFACT, Interior, LinkLayout
 from hypic.segment import RequestSpans
 
@@ -46,7 +47,7 @@ def link_row(
         min(layout.prefix_len + begin, layout.total - 1),
         min(layout.prefix_len + end, layout.total) if end else layout.total,
     )
-    link = Link(RequestSpans(), segments, W)
+    link = Link(RequestSpans(), segments, Method("seam", "seam", W))
     order = layout.order(begin, end)
     row = LinkRow(
         link, layout, begin, end, layout.runs(begin, end), order, begin == layout.prefix_len, end == layout.total

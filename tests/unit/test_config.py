@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hypic.config import ConfigError, HypicConfig, from_env, parse_bytes
+from hypic.method import DUMMIES, Method, dummy_token, parse_methods
 
 configs = st.builds(
     HypicConfig,
     enabled=st.booleans(),
     seam_window=st.integers(1, 64),
+    methods=st.sampled_from(["seam", "legolink-0", "seam,seam-16,legolink-0"]),
     min_segment=st.integers(0, 10**6),
     memory=st.integers(0, 2**45),
     separator=st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\0")),
@@ -39,6 +44,12 @@ def test_nothing_set_is_the_default() -> None:
         ("HYPIC_SEAM_WINDOW", "eight", "whole number"),
         ("HYPIC_SEAM_WINDOW", "", "whole number"),
         ("HYPIC_SEAM_WINDOW", "0", "at least 1"),
+        ("HYPIC_METHODS", "", "write seam"),
+        ("HYPIC_METHODS", "seam,seam", "each once"),
+        ("HYPIC_METHODS", "seam-0", "write seam"),
+        ("HYPIC_METHODS", "legolink-4", "write seam"),
+        ("HYPIC_SEGMENT_MEMORY", "much", "write for example 512MiB"),
+        ("HYPIC_PIN_PERCENT", "91", "0 to 90"),
         ("HYPIC_MIN_SEGMENT", "-1", "must not be negative"),
         ("HYPIC_MIN_SEGMENT", "6.5", "whole number"),
         ("HYPIC_MEMORY", "much", "write for example 512MiB"),
@@ -74,3 +85,21 @@ def test_sizes(text: str, nbytes: int) -> None:
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ConfigError, match="512MiB, 2GiB or a number of bytes"):
         parse_bytes(text)
+
+
+def test_methods_of_a_server() -> None:
+    """The first is the default; "seam" has the server's window, "legolink-0" dummies in place of one."""
+    methods = parse_methods("legolink-0, seam,seam-16", 8)
+    assert list(methods.values()) == [
+        Method("legolink-0", "legolink-0", 0, DUMMIES),
+        Method("seam", "seam", 8),
+        Method("seam-16", "seam", 16),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dummy"), [((5, 6, 7), 5), ((None, 6, 7), 6), ((None, None, [1, 2]), 0), ((0, 6, 7), 0)]
+)
+def test_dummies_are_the_token_that_begins_texts(tokens: Any, dummy: int) -> None:
+    names = (f"{name}_token_id" for name in ("bos", "pad", "eos"))
+    assert dummy_token(SimpleNamespace(**dict(zip(names, tokens, strict=True)))) == dummy

@@ -34,7 +34,7 @@ def hooks(config: HypicConfig | None = None) -> list[Hook]:
     config = config or from_env()
     if not config.enabled:
         return []
-    from hypic.engine.http import deliver, models
+    from hypic.engine.http import deliver, models, segments
     from hypic.engine.http.frontend import Frontend
 
     frontend = Frontend(config)
@@ -47,6 +47,13 @@ def hooks(config: HypicConfig | None = None) -> list[Hook]:
             "replace",
             models.GenerateReqInput,
             "/generate must keep the 'hypic' object of a request",
+        ),
+        Hook(
+            "sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__",
+            "after",
+            segments.attach,
+            "remembers named segments, and the settings of the server that it belongs to",
+            ("self", "server_args", "port_args"),
         ),
         Hook(
             "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",

@@ -42,8 +42,8 @@ class Frontend:
 
     def convert_chat(self, original: Any, handler: Any, request: Any, raw_request: Any = None) -> tuple[Any, Any]:
         """Around ``OpenAIServingChat._convert_to_internal_request``. Raises BadRequest, HTTPException."""
-        options = Options.parse(request.hypic)
-        ids, use = request.input_ids, self._use(handler.tokenizer_manager, request.cache_salt)
+        options = _options(handler.tokenizer_manager, request.hypic)
+        ids, use = request.input_ids, _use(handler.tokenizer_manager, request.cache_salt)
         words: Mapping[str, Sequence[int]] = {}
         if ids is None:
             options.refuse_segments("mark content parts with cache_control instead, or send input_ids")
@@ -75,13 +75,13 @@ class Frontend:
 
     def convert_completion(self, original: Any, handler: Any, request: Any, raw_request: Any = None) -> tuple[Any, Any]:
         """Around ``OpenAIServingCompletion._convert_to_internal_request``. Raises BadRequest, HTTPException."""
-        options = Options.parse(request.hypic)
+        options = _options(handler.tokenizer_manager, request.hypic)
         if options.insert is not None:
             if request.echo:
                 raise BadRequest("hypic.insert: its segments cannot be echoed; leave out echo")
             with answered_404():
                 for name in options.inserted():
-                    segments_of(handler.tokenizer_manager, self._config).registry.get(request.cache_salt or "", name)
+                    segments_of(handler.tokenizer_manager).registry.get(request.cache_salt or "", name)
         adapted, processed = original(handler, request, raw_request)
         adapted.handover = Handover(options, request.cache_salt)
         separator = self._separator(options)
@@ -112,14 +112,16 @@ class Frontend:
 
     def _admit(self, manager: Any, obj: GenerateReqInput) -> Delivery:
         """Plan the request where anything is to be planned, and write the plans into its sampling parameters."""
-        handover = obj.handover or Handover(Options.parse(obj.hypic), obj.extra_key)
+        handover = obj.handover or Handover(_options(manager, obj.hypic), obj.extra_key)
         options = handover.options
         reason = refusal(manager, obj)
         prompts = self._prompts(manager, obj, handover, reason)
         plans = []
         for i, (tokens, cached, declined) in enumerate(prompts):
             salt = item(handover.salt, i) or ""
-            plan = RequestSpans(cached=cached, declined=declined, salt=salt, report=options.report)
+            plan = RequestSpans(
+                cached=cached, declined=declined, salt=salt, report=options.report, method=options.method or ""
+            )
             if why := reason or late_refusal(manager, obj, i, plan, tokens):
                 plan = plan.declining_all(why)
             plans.append(plan if plan.cached or plan.declined or plan.report else None)
@@ -160,7 +162,7 @@ class Frontend:
         """Put named segments into prompts of token ids."""
         done = []
         for i, ids in enumerate(prompts):
-            use = self._use(manager, item(handover.salt, i))
+            use = _use(manager, item(handover.salt, i))
             raw, where = handover.options.insert_of(i, len(prompts), batch)
             done.append(splice(ids, bounds[i], raw, use, where))
         if handover.options.insert is not None:
@@ -182,7 +184,7 @@ class Frontend:
         if insert is not None:
             if reason == "multimodal" or manager.tokenizer is None:
                 raise BadRequest("hypic.insert: needs a prompt of text alone, and a tokenizer; or send input_ids")
-            uses = [self._use(manager, item(handover.salt, i)) for i in range(len(texts))]
+            uses = [_use(manager, item(handover.salt, i)) for i in range(len(texts))]
             pieces = [cut_at(p, words_of(insert, texts, use)) for p, use in zip(pieces, uses, strict=True)]
         elif reason or manager.tokenizer is None:
             whole = ["".join(p.text for p in ps) for ps in pieces]
@@ -193,10 +195,6 @@ class Frontend:
         obj.text, obj.input_ids = None, tokens[0].ids if single else [t.ids for t in tokens]
         return [_Prompt(len(t.ids), t.cached) for t in tokens]
 
-    def _use(self, manager: Any, salt: str | None) -> Use:
-        """How a request of that tenant gets at the tokens of named segments."""
-        return lambda name: segments_of(manager, self._config).use(salt or "", name)
-
     def _separator(self, options: Options) -> str:
         return self._config.separator if options.separator is None else options.separator
 
@@ -204,6 +202,18 @@ class Frontend:
         if self._tokenizer is None or self._tokenizer[0] is not manager.tokenizer:
             self._tokenizer = manager.tokenizer, SegmentTokenizer(manager.tokenizer)
         return self._tokenizer[1]
+
+
+def _use(manager: Any, salt: str | None) -> Use:
+    """How a request of that tenant gets at the tokens of named segments."""
+    return lambda name: segments_of(manager).use(salt or "", name)
+
+
+def _options(manager: Any, raw: Any) -> Options:
+    """The ``hypic`` object of a request. Raises BadRequest."""
+    options = Options.parse(raw)
+    options.method_of(segments_of(manager).methods)
+    return options
 
 
 @contextmanager

@@ -43,6 +43,7 @@ def build(
     separator: str | None = None,
     sampling_params: dict[str, Any] | None = None,
     report: bool = True,
+    method: str | None = None,
     chat: dict[str, Any] | None = None,
     **fields: Any,
 ) -> Any:
@@ -55,10 +56,11 @@ def build(
         separator: cut ``text`` or the content of ``messages`` here.
         sampling_params: as SGLang has them; for ``messages`` they go on top of what the chat request says.
         report: ask for the report.
+        method: the caching method.
         chat: further fields of a chat request (``tools``, ``chat_template_kwargs``, ``cache_salt``, ...).
         fields: further fields of GenerateReqInput (``return_logprob``, ``rid``, ``extra_key``, ...).
     """
-    given = {"separator": separator, "segments": _lists(segments), "report": report}
+    given = {"separator": separator, "segments": _lists(segments), "report": report, "method": method}
     options = {k: v for k, v in given.items() if v is not None}
     if messages is None:
         from sglang.srt.managers.io_struct import GenerateReqInput

@@ -5,7 +5,7 @@ All errors are ValueErrors, which SGLang answers with status 400.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -26,12 +26,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         segments: ``[[start, end], ...]`` in token ids input, one such list for each prompt of a batch.
         insert: named segments to put into the prompt (:mod:`hypic.engine.http.insert`).
         report: put the report into the response.
+        method: name of the caching method; null for the server's default.
     """
 
     separator: str | None = None
     segments: Any = None
     insert: Any = None
     report: bool = False
+    method: str | None = None
 
     @classmethod
     def parse(cls, raw: Any) -> Options:
@@ -51,7 +53,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         segments = raw.get("segments")
         if segments is not None and not isinstance(segments, list):
             raise BadRequest(f"hypic.segments: must be a list of [start, end] pairs, got {_show(segments)}")
-        return cls(separator=separator, segments=segments, insert=raw.get("insert"), report=bool(report))
+        method = raw.get("method")
+        if method is not None and not isinstance(method, str):
+            raise BadRequest(f"hypic.method: must be a string, got {_show(method)}")
+        return cls(separator=separator, segments=segments, insert=raw.get("insert"), report=bool(report), method=method)
 
     def bounds(self, prompts: Sequence[int], batch: bool) -> list[tuple[Bounds, ...]]:
         """Segments of each prompt, sorted.
@@ -81,6 +86,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         """Raises BadRequest if ``segments`` came with text, which has no token positions yet."""
         if self.segments is not None:
             raise BadRequest(f"hypic.segments: are token positions and need a prompt of token ids; {remedy}")
+
+    def method_of(self, names: Collection[str]) -> str:
+        """The method's name, "" for the default. Raises BadRequest if it is not among ``names``, the server's."""
+        if self.method is not None and self.method not in names:
+            raise BadRequest(
+                f"hypic.method {_show(self.method)}: this server has {', '.join(names)} (--hypic-methods); pick one or none"
+            )
+        return self.method or ""
 
     def refuse_insert(self, remedy: str) -> None:
         """Raises BadRequest if ``insert`` came where it has no meaning."""

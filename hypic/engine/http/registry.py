@@ -25,12 +25,23 @@ class RegistryFull(Exception):
     """No room for the tokens of another segment; the text says what to do."""
 
 
+class Wanted(NamedTuple):
+    """A segment to remember."""
+
+    tenant: str
+    adapter: str
+    method: str
+    tokens: array[int]
+    ttl: float | None
+
+
 class Record:
     """A named segment.
 
     Attributes:
         id: its name (:func:`hypic.segment.segment_id`).
-        tenant, adapter: whose it is, and the LoRA adapter that it was compiled under ("" for the base model).
+        tenant: whose it is.
+        adapter, method: what its artifact is for ("" for the base model, the server's default).
         tokens: its ids.
         ttl: seconds that it lives after it was last registered or used; None for ever.
         created: when it was first registered (Unix time).
@@ -38,25 +49,17 @@ class Record:
         reason: why no artifact could be made of it when that was last tried.
     """
 
-    __slots__ = ("adapter", "created", "id", "reason", "tenant", "tokens", "touched", "ttl")
+    __slots__ = ("adapter", "created", "id", "method", "reason", "tenant", "tokens", "touched", "ttl")
 
-    def __init__(self, name: str, tenant: str, adapter: str, tokens: array[int], ttl: float | None):
-        self.id, self.tenant, self.adapter, self.tokens, self.ttl = name, tenant, adapter, tokens, ttl
+    def __init__(self, name: str, wanted: Wanted):
+        self.id = name
+        self.tenant, self.adapter, self.method, self.tokens, self.ttl = wanted
         self.created, self.touched = time.time(), 0.0
         self.reason: str | None = None
 
     @property
     def nbytes(self) -> int:
         return RECORD_BYTES + TOKEN_BYTES * len(self.tokens)
-
-
-class Wanted(NamedTuple):
-    """A segment to remember."""
-
-    tenant: str
-    adapter: str
-    tokens: array[int]
-    ttl: float | None
 
 
 class Registry:
@@ -88,8 +91,8 @@ class Registry:
         Raises:
             RegistryFull: they do not fit.
         """
-        named = [(segment_id(w.tenant, w.adapter, w.tokens), w) for w in wanted]
-        new = {name: Record(name, *w) for name, w in named if name not in self._records}
+        named = [(segment_id(w.tenant, w.adapter, w.method, w.tokens), w) for w in wanted]
+        new = {name: Record(name, w) for name, w in named if name not in self._records}
         more = sum(r.nbytes for r in new.values())
         if self._used + more > self._budget:
             raise RegistryFull(

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from hypic.engine.http.options import Options
 from hypic.engine.http.registry import RegistryFull
 from hypic.engine.http.segments import PinRefused, Segments, View, segments_of
 from hypic.engine.named import State
@@ -41,6 +42,7 @@ class RegisterSegments(BaseModel):
     segments: list[SegmentContent] = Field(min_length=1, max_length=MOST)
     cache_salt: str | None = Field(None, description="The tenant: only requests with the same salt may use the ids.")
     model: str | None = Field(None, description="BASE:ADAPTER compiles under that LoRA adapter.")
+    method: str | None = Field(None, description="The caching method to compile for; the server's default without it.")
     ttl: float | None = Field(
         DEFAULT_TTL, gt=0, allow_inf_nan=False, description="Seconds they live after this and each use; null for ever."
     )
@@ -148,9 +150,16 @@ async def register(body: RegisterSegments, held: Held, request: Request) -> Segm
     handler = request.app.state.openai_serving_chat
     adapter = handler._resolve_lora_path(body.model, None) if body.model else None
     async with _answered():
+        method = Options(method=body.method).method_of(held.methods)
         contents = [held.contents(c.input_ids or [] if c.text is None else c.text) for c in body.segments]
         views = await held.register(
-            contents, tenant=body.cache_salt or "", adapter=adapter or "", ttl=body.ttl, pin=body.pin, request=request
+            contents,
+            tenant=body.cache_salt or "",
+            adapter=adapter or "",
+            method=method,
+            ttl=body.ttl,
+            pin=body.pin,
+            request=request,
         )
     return SegmentList(data=[Segment.of(v) for v in views])
 

@@ -21,6 +21,7 @@ from hypic.engine.http.models import GenerateReqInput
 from hypic.engine.http.options import BadRequest
 from hypic.engine.http.registry import Record, Registry, Wanted
 from hypic.engine.named import Look
+from hypic.method import parse_methods
 from hypic.segment import Bounds, RequestSpans, SegmentTokenizer
 
 _TICK = 0.01
@@ -44,6 +45,7 @@ class Segments:
 
     def __init__(self, manager: Any, config: HypicConfig):
         self.registry = Registry(config.segment_memory)
+        self.methods = parse_methods(config.methods, config.seam_window)
         self._manager = manager
         self._control: FanOutCommunicator[Any] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -70,6 +72,7 @@ class Segments:
         *,
         tenant: str = "",
         adapter: str = "",
+        method: str = "",
         ttl: float | None = None,
         pin: bool = False,
         request: Any = None,
@@ -80,17 +83,18 @@ class Segments:
             contents: token ids of each.
             tenant: the ``cache_salt``.
             adapter: name of a LoRA adapter.
+            method: name of a caching method.
             ttl: seconds that they live after this, and after each use; None for ever.
             pin: keep the artifacts in the arena; without it, what is pinned stays so.
             request: FastAPI's; if its client leaves, so does the request.
 
         Raises:
-            BadRequest: empty, or longer than the context.
+            BadRequest: empty, or longer than any prompt.
             RegistryFull, PinRefused: no room. The segments are registered in the latter case.
         """
         for i, ids in enumerate(contents):
             self._check(f"segments[{i}]", ids)
-        records = self.registry.put(Wanted(tenant, adapter, ids, ttl) for ids in contents)
+        records = self.registry.put(Wanted(tenant, adapter, method, ids, ttl) for ids in contents)
         self._arm()
         await self._compile({r.id: r for r in records}, request)
         if pin:
@@ -123,11 +127,11 @@ class Segments:
     # ------------------------------------------------------------------ parts
 
     def _check(self, where: str, ids: array[int]) -> None:
-        longest = self._manager.context_len
+        longest = self._manager.max_req_input_len or self._manager.context_len
         if not ids:
             raise BadRequest(f"{where}: is empty")
         if len(ids) >= longest:
-            raise BadRequest(f"{where}: {len(ids)} tokens do not fit into the context of {longest}; cut it")
+            raise BadRequest(f"{where}: {len(ids)} tokens do not fit into a prompt of less than {longest}; cut it")
 
     async def _compile(self, records: dict[str, Record], request: Any) -> None:
         obj = GenerateReqInput(
@@ -136,7 +140,7 @@ class Segments:
             lora_path=next(iter(records.values())).adapter or None,
         )
         obj.plans = [
-            RequestSpans(cached=(Bounds(0, len(r.tokens)),), salt=r.tenant, report=True, name=r.id)
+            RequestSpans(cached=(Bounds(0, len(r.tokens)),), salt=r.tenant, report=True, name=r.id, method=r.method)
             for r in records.values()
         ]
         answers = await anext(self._manager.generate_request(obj, request))
@@ -178,9 +182,12 @@ class Segments:
         self._arm()
 
 
-def segments_of(manager: Any, config: HypicConfig | None = None) -> Segments:
+def attach(_: Any, manager: Any, *__: Any, **___: Any) -> None:
+    """After TokenizerManager.__init__: its server's settings are in the environment."""
+    manager.hypic_segments = Segments(manager, from_env())
+
+
+def segments_of(manager: Any) -> Segments:
     """The segments of the server whose tokenizer manager this is."""
-    found = manager.__dict__.get("hypic_segments")
-    if found is None:
-        found = manager.hypic_segments = Segments(manager, config or from_env())
+    found: Segments = manager.hypic_segments
     return found

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hypic.check.oracle import DELTA_AND_ATTENTION as ARCHITECTURES
 from hypic.eval.reference.mixers import Attention, Delta, Rope, mixer_of
+from hypic.method import dummy_token
 
 
 class ModelError(ValueError):
@@ -43,10 +44,8 @@ class Model:
         except NotImplementedError as e:
             raise ModelError(f"{path}: {e}") from None
         self.hybrid = any(isinstance(mixer, Delta) for _, mixer in self.layers)
-        config = text.config
-        given = (config.bos_token_id, config.pad_token_id, config.eos_token_id)
-        self.dummy: int = next((t for t in given if isinstance(t, int)), 0)
-        """The token that LegoLink-0's dummies are: the one that begins texts, where the model has one."""
+        self.dummy: int = dummy_token(text.config)
+        """The token that LegoLink-0's dummies are."""
 
     def embed(self, ids: Sequence[int]) -> Tensor:
         return self._text.embed_tokens(torch.tensor(ids, dtype=torch.long, device=self.device))

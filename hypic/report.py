@@ -62,7 +62,7 @@ class Report(msgspec.Struct, kw_only=True, omit_defaults=False):
         reused_artifacts: interior tokens taken from artifacts that were there before this request, here or elsewhere.
         recomputed: tokens computed when the request was linked.
         compiled: tokens of segments that this request had compiled; what it waited for counts where it was ordered.
-        seam_window: w of the server.
+        seam_window: w of its method.
         method: the caching method, "native" where nothing was linked.
     """
 

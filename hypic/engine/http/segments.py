@@ -188,6 +188,8 @@ def attach(_: Any, manager: Any, *__: Any, **___: Any) -> None:
 
 
 def segments_of(manager: Any) -> Segments:
-    """The segments of the server whose tokenizer manager this is."""
+    """The segments of the server whose tokenizer manager this is, which may be older than our hooks."""
+    if "hypic_segments" not in vars(manager):
+        attach(None, manager)
     found: Segments = manager.hypic_segments
     return found

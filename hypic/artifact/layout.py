@@ -176,8 +176,8 @@ class ArtifactLayout:
 
         Returns:
             "T" [layer, head, d_k, d_k] or [layer, head], "S" [layer, head, d_v, d_k], "conv" [layer, channel, K-1] where
-            there are linear layers; "K" [layer, n, head, d_k], "V" [layer, n, head, d_v] where there are full-attention
-            layers (no V of latent ones) and n > 0.
+            there are linear layers ("conv" where they convolve); "K" [layer, n, head, d_k], "V" [layer, n, head, d_v]
+            where there are full-attention layers (no V of latent ones) and n > 0.
         """
         out = {}
         if (lin := self.linear) is not None:
@@ -189,6 +189,8 @@ class ArtifactLayout:
             ):
                 shape, dtype = (layers, *part), getattr(torch, kind)
                 nbytes = math.prod(shape) * dtype.itemsize
+                if not nbytes:  # no convolution
+                    continue
                 out[name] = payload[offset : offset + nbytes].view(dtype).view(shape)
         if (full := self.full) is not None and interior_tokens:
             dtype, layers, n = getattr(torch, full.dtype), len(full.layer_ids), interior_tokens

@@ -49,6 +49,10 @@ COVERAGE = (
         ("P1", "P4", "P6"), False, "transformers does not have it: P1 and P4 on the same engine",
     ),
     Covered("deepseekv2", "DeepseekV2ForCausalLM", "DeepSeek-V2", None, "latent, RoPE", ("P1", "P4")),
+    Covered(
+        "ringlinear", "BailingMoeLinearV2ForCausalLM", "Ring-mini-linear-2.0, Ring-flash-linear-2.0", "Lightning",
+        "partial RoPE, in linear layers too", ("P1", "P3", "P4", "P6"), True, "as our plain-torch model; MoE not in CI",
+    ),
     Covered("llama", "LlamaForCausalLM", "Llama 2, 3", None, "RoPE", ALL),
     Covered("qwen3", "Qwen3ForCausalLM", "Qwen3", None, "RoPE", ()),
 )  # fmt: skip

@@ -17,6 +17,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from hypic.check import bailing
 from hypic.check.hf_mamba import one_chunk_scans
 from hypic.check.kimi_linear import KimiLinear
 from hypic.check.oracle_blocks import block_of
@@ -34,7 +35,10 @@ DELTA_AND_ATTENTION = (
 )
 ARCHITECTURES = (*DELTA_AND_ATTENTION, "FalconH1ForCausalLM", "NemotronHForCausalLM", "DeepseekV2ForCausalLM")
 """Names as in config.json, and of the transformers classes that load them."""
-_OURS: dict[str, Any] = {"KimiLinearForCausalLM": KimiLinear}
+_OURS: dict[str, Any] = {
+    "KimiLinearForCausalLM": KimiLinear,
+    "BailingMoeLinearV2ForCausalLM": bailing.BailingMoeLinearV2ForCausalLM,
+}
 """What transformers has no class for."""
 
 
@@ -136,9 +140,9 @@ class Oracle:
     def full(self, ids: Sequence[int], *, n_new: int, forced: Sequence[int] | None = None) -> OracleResult:
         """Full recompute: Hugging Face's own forward, with its own cache. Arguments as in :meth:`link`.
 
-        Where transformers has no such model: a link of no segment.
+        Kimi-Linear, which has none: a link of no segment.
         """
-        if isinstance(self.model, tuple(_OURS.values())):
+        if isinstance(self.model, KimiLinear):
             return self.link(ids, (), w=0, n_new=n_new, forced=forced)
         _linked_spans(len(ids), (), 0)
         cache = transformers.DynamicCache(config=self._text.config)
@@ -204,7 +208,7 @@ def _load(model_dir: Path) -> Any:
         known = [*ARCHITECTURES, *_OURS]
         raise OracleError(f"{model_dir}: architectures {names} unknown to the oracle, which has {known}")
     if name in _OURS:
-        return _OURS[name].from_pretrained(model_dir).eval()
+        return _OURS[name].from_pretrained(model_dir).float().eval()
     cls = getattr(transformers, name)
     return one_chunk_scans(cls.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)).eval()
 

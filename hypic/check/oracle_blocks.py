@@ -9,16 +9,17 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from hypic.check import oracle_lightning
 from hypic.check.oracle_kimi import KimiDelta, LatentAttention, Rope
 from hypic.check.oracle_mamba import Mamba2, SsmState, SsmTokens
 from hypic.check.oracle_mixers import KV, Attention, Mixer, NoRope, mixer_of
 
 
 class PreNorm:
-    """Qwen, Llama: x + mixer(norm(x)), then x + mlp(norm(x))."""
+    """Qwen, Llama, Ring: x + mixer(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, layer: Any, rope: Rope) -> None:
-        self._layer, self._mixer = layer, mixer_of(layer, rope)
+    def __init__(self, layer: Any, mixer: Mixer[Any, Any]) -> None:
+        self._layer, self._mixer = layer, mixer
 
     def start(self) -> Any:
         return self._mixer.start()
@@ -126,4 +127,7 @@ def block_of(layer: Any, rope: Rope | None) -> Mixer[Any, Any]:
         return KimiLinear(layer)
     if rope is None:
         raise NotImplementedError(f"{type(layer).__name__} in a model without a rotary embedding")
-    return (FalconH1 if type(layer).__name__ == "FalconH1DecoderLayer" else PreNorm)(layer, rope)
+    if type(layer).__name__ == "FalconH1DecoderLayer":
+        return FalconH1(layer, rope)
+    ring = type(layer).__name__ == "BailingLinearLayer"
+    return PreNorm(layer, oracle_lightning.mixer_of(layer, rope) if ring else mixer_of(layer, rope))

@@ -252,6 +252,25 @@ def _deepseekv2() -> Any:
     )
 
 
+def _ringlinear() -> Any:
+    """Lightning attention that rotates half of each key, and grouped-query attention; the MLPs are dense."""
+    from .bailing import BailingLinearConfig, BailingMoeLinearV2ForCausalLM
+
+    config = BailingLinearConfig(
+        **_COMMON,
+        head_dim=32,
+        layer_group_size=2,
+        group_norm_size=2,
+        partial_rotary_factor=0.5,
+        rope_theta=10000.0,
+        use_qk_norm=True,
+        num_experts=1,
+        first_k_dense_replace=0,
+        architectures=["BailingMoeLinearV2ForCausalLM"],
+    )
+    return BailingMoeLinearV2ForCausalLM(config)
+
+
 def _rope(**extra: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 10000.0, **extra}
 
@@ -268,6 +287,7 @@ _RECIPES: dict[str, Callable[[], Any]] = {
     "falconh1": _falconh1,
     "kimi": _kimi,
     "deepseekv2": _deepseekv2,
+    "ringlinear": _ringlinear,
 }
 NAMES = tuple(_RECIPES)
 """Models that :func:`build` knows."""
@@ -348,7 +368,7 @@ def _randomise(model: torch.nn.Module) -> None:
                 p.uniform_(math.log(0.003), math.log(1.0))
             elif leaf == "dt_bias":
                 p.uniform_(-1.0, 1.0)
-            elif leaf == "embed_tokens":
+            elif leaf in ("embed_tokens", "word_embeddings"):
                 p.normal_()
             elif p.dim() == 1:
                 p.add_(0.1 * torch.randn_like(p))

@@ -149,7 +149,8 @@ def read_layout(model: Any, server_args: Any, state_dtype: str) -> ArtifactLayou
 def _families(layout: ArtifactLayout) -> list[LayerFamily]:
     out = []
     if (linear := layout.linear) is not None:
-        shape = f"{linear.heads} heads, d_k {linear.d_k}, d_v {linear.d_v}, convolution over {linear.conv_width + 1}"
+        convolution = f"convolution over {linear.conv_width + 1}" if linear.conv_width else "no convolution"
+        shape = f"{linear.heads} heads, d_k {linear.d_k}, d_v {linear.d_v}, {convolution}"
         title = family(linear.family).title
         out.append(LayerFamily(family=title, layers=len(linear.layer_ids), shape=shape))
     if (full := layout.full) is not None:

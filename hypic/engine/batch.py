@@ -145,18 +145,19 @@ def _pieces(
     link: LinkRow, row: int, token: int, conv_width: int
 ) -> Iterator[tuple[int, ChainItem | NativeRow | Checkpoint]]:
     for run in _split_at_checkpoint(link):
-        payload, own = NO_ARTIFACT, 0
+        payload, own, shift = NO_ARTIFACT, 0, 0
         if run.segment != NO_ARTIFACT:
             segment = link.link.segments[run.segment]
             assert segment.artifact is not None
             payload = segment.artifact.base
             own = min(conv_width, max(segment.length - link.link.seam_window, 0))
+            shift = segment.start
         length, first = run.length, token + run.offset
         if length > CHAIN_LIMIT:
             yield _NATIVE, NativeRow(row, run.start, length, first)
             first, length = first + length, 0
         if length or payload != NO_ARTIFACT:
-            yield _CHAIN, ChainItem(first, length, payload, own)
+            yield _CHAIN, ChainItem(first, length, payload, own, shift)
         if link.checkpoint is not None and run.length and run.start + run.length == link.checkpoint[0]:
             yield _CHECKPOINT, Checkpoint(row, link.checkpoint[1])
 

@@ -6,6 +6,7 @@ Everything here runs on SGLang's forward stream, once per batch. What differs pe
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from hypic.artifact.arena import Arena
 from hypic.artifact.layout import ArtifactLayout
 from hypic.engine.attention import linked_backend
 from hypic.engine.batch import BatchPlan
+from hypic.engine.families import family
+from hypic.engine.families.base import LinearLayer
 from hypic.engine.relocation import Rotary
 from hypic.kernels.relocate import InteriorPlan, capture_interiors, relocate_interiors
 
@@ -96,10 +99,17 @@ class LinkRuntime:
     def attach(self, model_runner: Any, layout: ArtifactLayout, rotary: Rotary | None) -> None:
         self.layout, self.rotary = layout, rotary
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
+        self._model = model_runner.model
         pool = model_runner.token_to_kv_pool
         layers = layout.full.layer_ids if layout.full is not None else ()
         self.k_pools = [pool.get_key_buffer(i) for i in layers]
         self.v_pools = [pool.get_value_buffer(i) for i in layers if layout.full is not None and layout.full.d_v]
+
+    @cached_property
+    def linear_layers(self) -> dict[int, LinearLayer]:
+        """By layer id, for families whose layers cannot be read off what SGLang passes to its backend."""
+        assert self.layout.linear is not None
+        return family(self.layout.linear.family).layers(self._model)
 
     def join_interiors(self, plan: ForwardPlan) -> None:
         """Copy and relocate the interiors of rows that begin to link (relocate, see docs/SEMANTICS.md)."""

@@ -8,7 +8,7 @@ import torch
 
 from hypic.artifact.layout import ArtifactLayout, FullShape, LinearShape
 from hypic.config import artifact_state_dtype
-from hypic.engine.families import family_of_backend, known_families
+from hypic.engine.families import family, family_of_backend, known_families
 from hypic.engine.latent import backend_problem
 from hypic.engine.relocation import CannotRelocate, Rotary, find_rotary
 from hypic.engine.support import Unsupported
@@ -88,6 +88,7 @@ def prove(model_runner: Any, layout: ArtifactLayout) -> tuple[Rotary | None, str
         if layout.full is not None:
             rotary = find_rotary(model_runner.model, layout.full.layer_ids, model_runner.model_config.context_len)
         if layout.linear is not None:
+            family(layout.linear.family).check_model(model_runner.model, model_runner.model_config.context_len)
             check_composition(model_runner.model, layout.linear)
     except (CannotRelocate, ComposeError) as e:
         return rotary, str(e)

@@ -7,7 +7,7 @@ front end, which `hypic.engine.http.prepare` extends before SGLang's server modu
 from __future__ import annotations
 
 from hypic.config import from_env
-from hypic.engine import admission, forward, http, latent, lifecycle
+from hypic.engine import admission, forward, http, latent, lifecycle, model_classes
 from hypic.engine.hook import Hook, HookTable
 
 _M = "sglang.srt.managers"
@@ -21,6 +21,9 @@ SCHEDULER_HOOKS: tuple[Hook, ...] = (
     # start-up
     Hook("sglang.srt.server_args.ServerArgs.__post_init__", "after", lifecycle.check_server_args,
          "refuse what hypic cannot serve, and a half-applied hook table, before anything is loaded", ("self",)),
+    Hook("sglang.srt.arg_groups.overrides.supports_mamba_cache_extra_buffer", "around",
+         model_classes.supports_extra_buffer, "SGLang's registry of external models has this flag, but nothing reads it",
+         ("view", "model_arch")),
     Hook(f"{_RUNNER}.alloc_memory_pool", "before", lifecycle.allocate_arena,
          "allocate the arena before SGLang sizes its pools by what is free", ("self", "memory_pool_config")),
     Hook(f"{_RUNNER}.init_attention_backends", "after", lifecycle.attach_runtime,
@@ -100,6 +103,7 @@ def activate() -> None:
     """Called by SGLang in every process that loads plugins. Does nothing unless HYPIC_ENABLED=1."""
     if from_env().enabled:
         table().register()
+        model_classes.offer()
         try:
             http.prepare()
         except Exception as e:  # SGLang would only log it; the start-up check stops the server

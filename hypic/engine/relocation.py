@@ -76,19 +76,24 @@ def find_rotary(model: Any, layer_ids: tuple[int, ...], max_position: int) -> Ro
     if len(kinds) > 1:
         raise CannotRelocate(f"full-attention layers rotate differently: {sorted(map(str, kinds))}")
     first = next(iter(modules.values()))
-    name = type(first).__name__
-    if any(word in name for word in ("LongRoPE", "Dynamic", "DualChunk", "Fourier")):
-        raise CannotRelocate(f"{name}: its angles depend on the sequence length, not on the position alone")
-    if not hasattr(first, "cos_sin_cache"):
-        raise CannotRelocate(f"{name} keeps no table of cos and sin by position")
-    if len(first.cos_sin_cache) < max_position:
-        raise CannotRelocate(f"{name} has {len(first.cos_sin_cache)} positions, the context needs {max_position}")
+    require_rotation(first, max_position)
     behind = {getattr(owners[i], "kv_lora_rank", 0) for i in layer_ids}  # a latent comes before what rotates
     if len(behind) > 1:
         raise CannotRelocate(f"full-attention layers rotate from different dims on: {sorted(behind)}")
     rotary = Rotary(modules, behind.pop())
     check_relocation(first, rotary)
     return rotary
+
+
+def require_rotation(module: Any, max_position: int) -> None:
+    """Raise CannotRelocate unless a rotary module turns by an angle that is a function of the position alone."""
+    name = type(module).__name__
+    if any(word in name for word in ("LongRoPE", "Dynamic", "DualChunk", "Fourier")):
+        raise CannotRelocate(f"{name}: its angles depend on the sequence length, not on the position alone")
+    if not hasattr(module, "cos_sin_cache"):
+        raise CannotRelocate(f"{name} keeps no table of cos and sin by position")
+    if len(module.cos_sin_cache) < max_position:
+        raise CannotRelocate(f"{name} has {len(module.cos_sin_cache)} positions, the context needs {max_position}")
 
 
 @torch.no_grad()

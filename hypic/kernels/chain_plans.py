@@ -65,13 +65,15 @@ class ChainItem(NamedTuple):
     """A run of ``length`` tokens from ``tok`` of the batch, then the artifact at byte ``art`` (NO_ARTIFACT: none).
 
     ``length`` may be 0: only an artifact. ``own``: how many of the W-1 window inputs at the artifact's end are its own,
-    min(W-1, L-w); the rest comes from the window before it.
+    min(W-1, L-w); the rest comes from the window before it. ``shift``: tokens between where the artifact was compiled and
+    where it joins, for families whose states know positions.
     """
 
     tok: int
     length: int
     art: int = NO_ARTIFACT
     own: int = 0
+    shift: int = 0
 
 
 class ChainLists(NamedTuple):
@@ -90,7 +92,7 @@ class ChainPlan(Runs):
     Attributes:
         row_ptr: [R+1] items of row r are row_ptr[r]:row_ptr[r+1], in natural order.
         fresh: [R] 1: start from a zero state and a zero window, ignore what the slot holds.
-        item_len, item_art, item_own: [I] the fields of :class:`ChainItem`.
+        item_len, item_art, item_own, item_shift: [I] the fields of :class:`ChainItem`.
         item_run: [I] index of the item's first token among the M.
         row_win: [R, W-1] window codes of the window each row ends with.
         max_items, max_len: host ints: most items in a row, longest run.
@@ -101,6 +103,7 @@ class ChainPlan(Runs):
     item_len: Tensor
     item_art: Tensor
     item_own: Tensor
+    item_shift: Tensor
     item_run: Tensor
     row_win: Tensor
     max_items: int
@@ -142,6 +145,7 @@ class ChainPlan(Runs):
                 "item_len": lengths,
                 "item_art": [item.art for item in items],
                 "item_own": [item.own for item in items],
+                "item_shift": [item.shift for item in items],
                 "item_row": np.repeat(np.arange(len(rows)), counts),
                 "item_run": lengths.cumsum() - lengths,
                 "item_win": np.asarray(item_win, np.int64).reshape(len(items), back),

@@ -25,6 +25,9 @@ def activate_platform() -> str | None:
 def activate_hooks() -> None:
     """Entry point of ``sglang.srt.plugins``: register the hook table of CPU mode."""
     if cpu_mode():
+        from hypic.engine.model_classes import offer
+
         from .hooks import register
 
         register()
+        offer()

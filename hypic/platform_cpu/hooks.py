@@ -7,7 +7,7 @@ from typing import Any
 
 from hypic.engine.hook import Hook, HookTable
 
-from . import attention, defaults, fork_server, kda_ops, mamba_ops, torch_ops
+from . import attention, defaults, fork_server, kda_ops, lightning_ops, mamba_ops, torch_ops
 
 _NO_TRITON = "Triton kernel: no GPU to run it"
 _FLA = "sglang.kernels.ops.attention.fla"
@@ -215,6 +215,20 @@ _HOOKS: tuple[Hook, ...] = (
         mamba_ops.bind_convolutions,
         "its module imports the convolutions for named kinds of devices only, and calls them by name",
         ("self", "cache_params", "hidden_size"),
+    ),
+    Hook(
+        "sglang.srt.layers.attention.linear.lightning_backend.seg_la_fwd",
+        "replace",
+        lightning_ops.seg_la_fwd,
+        _NO_TRITON,
+        ("q", "k", "v", "s", "decay_scales", "meta", "caches", "cache_indices", "track_lens", "track_state_indices"),
+    ),
+    Hook(
+        "sglang.srt.layers.rotary_embedding.factory.get_rope_cpu",
+        "around",
+        lightning_ops.get_rope_cpu,
+        "knows one kind of scaled rotary embedding alone",
+        ("head_size", "rotary_dim", "max_position", "base", "is_neox_style", "rope_scaling"),
     ),
     Hook(
         "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend",

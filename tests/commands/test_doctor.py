@@ -122,7 +122,8 @@ def test_tiny_models_are_supported(name: str, tiny_model: Callable[[str], Path])
     assert model.problems == [] and model.tested and model.dtype == "float32"
     layers = {f.family: f.layers for f in model.families}
     full, linear = FULL.get(name, 2), LINEAR.get(name, 2)
-    title = "Mamba2" if name in MAMBA else "Kimi delta attention" if name == "kimi" else "gated delta network"
+    titles = {"kimi": "Kimi delta attention", "ringlinear": "Lightning"} | dict.fromkeys(MAMBA, "Mamba2")
+    title = titles.get(name, "gated delta network")
     assert layers == {k: n for k, n in {title: linear, "full attention": full}.items() if n}
     heads, d_k, d_v, channels = 4, 32, 16 if name == "qwen35_dk" else 32, 2 * 2 * 32 + 4 * (32, 16)[name == "qwen35_dk"]
     transition = d_k * d_k * 4
@@ -131,6 +132,8 @@ def test_tiny_models_are_supported(name: str, tiny_model: Callable[[str], Path])
         channels, transition = heads * d_v + 2 * groups * d_k, 4
     if name == "kimi":
         channels = 3 * heads * d_k
+    if name == "ringlinear":
+        channels, transition = 0, 4
     assert model.transition_bytes == linear * heads * transition
     assert model.state_bytes == linear * heads * d_v * d_k * 4
     assert model.conv_bytes == linear * channels * 3 * 4
@@ -150,11 +153,12 @@ def test_tiny_models_are_supported(name: str, tiny_model: Callable[[str], Path])
         ("nemotron-3-nano-30b-a3b", 23 * 64 * 4, 23 * 64 * 64 * 128 * 2, 6 * 2 * 2 * 128 * 2),
         ("granite-4.0-h-small", 36 * 128 * 4, 36 * 128 * 64 * 128 * 2, 4 * 2 * 8 * 128 * 2),
         ("kimi-linear-48b-a3b", 20 * 32 * 128**2 * 2, 20 * 32 * 128**2 * 2, 7 * (512 + 64) * 2),
+        ("ring-mini-linear-2.0", 16 * 16 * 4, 16 * 16 * 128 * 128 * 2, 4 * 2 * 4 * 128 * 2),
         ("qwen3.5-35b-a3b", 30 * 32 * 128**2 * 2, 30 * 32 * 128**2 * 2, 10 * 2 * 2 * 256 * 2),
     ],
 )
 def test_artifacts_of_published_shapes(shape: str, transition: int, state: int, token: int) -> None:
-    """The figures of docs/FAMILIES.md. Mamba2's T is one number per head, GDN's as large as S."""
+    """The figures of docs/FAMILIES.md. T of Mamba2 and Lightning is one number per head, GDN's as large as S."""
     model = examine(Path(__file__).parents[2] / "models" / "shapes" / shape, "--dtype", "bfloat16")
     assert (model.transition_bytes, model.state_bytes, model.token_bytes) == (transition, state, token)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,8 +11,10 @@ import torch
 
 from hypic.artifact.layout import LinearShape
 from hypic.engine.composition import ComposeError, check_composition
-from hypic.engine.families import gdn, kda, mamba2
+from hypic.engine.families import gdn, kda, lightning, mamba2
+from hypic.engine.relocation import CannotRelocate
 from hypic.kernels._common import blob_view
+from hypic.kernels.lightning_chain import KeyRotation
 
 SHAPE = LinearShape((3, 5), 4, 16, 24, 2 * 2 * 16 + 4 * 24, 3, "bfloat16", "bfloat16")
 
@@ -163,3 +167,93 @@ def test_a_wrong_part_of_mamba2_is_found(
         monkeypatch.setattr(mamba2, "mamba2_log_decay", lambda *args, **kwargs: None)
     with pytest.raises(ComposeError, match="off by"):
         check_composition(mamba_model, MAMBA2)
+
+
+LIGHTNING = LinearShape((0, 2), 4, 16, 16, 0, 0, "float32", "bfloat16", "lightning", "log_decay")
+POSITIONS = 32768
+
+
+class RotaryEmbedding(torch.nn.Module):
+    rotary_dim, is_neox_style = 8, True
+
+    def __init__(self, bend: float = 0.0) -> None:
+        super().__init__()
+        angles = torch.arange(POSITIONS)[:, None] * 10000.0 ** -(torch.arange(0, 8, 2) / 8)
+        angles = angles + bend * angles**2 / POSITIONS
+        self.cos_sin_cache = torch.cat([angles.cos(), angles.sin()], -1)
+
+
+class DynamicNTKScalingRotaryEmbedding(RotaryEmbedding):
+    pass
+
+
+class BailingMoELinearAttention(torch.nn.Module):
+    """What the proof reads of SGLang's module."""
+
+    linear_backend, linear_rope, scaling, total_num_heads, head_dim = "seg_la", True, 0.25, 4, 16
+
+    def __init__(self, layer_id: int, rotary: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer_id, self.rotary_emb, self.query_key_value = layer_id, rotary, torch.nn.Linear(1, 1)
+
+
+def ring(rotary: torch.nn.Module | None = None, **changes: Any) -> torch.nn.Module:
+    model = torch.nn.ModuleList([BailingMoELinearAttention(i, rotary or RotaryEmbedding()) for i in (0, 2)])
+    model.config = SimpleNamespace(num_hidden_layers=4)
+    for module, (name, value) in itertools.product(model, changes.items()):
+        setattr(module, name, value)
+    return model
+
+
+@pytest.fixture
+def slopes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's slopes, which ask for its parallel state."""
+    from sglang.srt.layers.attention.linear import lightning_backend
+
+    state = SimpleNamespace(attn_tp_size=1, attn_tp_rank=0)
+    monkeypatch.setattr(lightning_backend, "get_parallel", lambda: state)
+
+
+@pytest.mark.usefixtures("slopes")
+def test_it_holds_for_lightning_near_and_far() -> None:
+    """At position 32,000 what the table rounds is there, and within its bound."""
+    assert 1e-5 < check_composition(ring(), LIGHTNING) < 2e-3
+    assert 0 < check_composition(ring(linear_rope=False), LIGHTNING) < 1e-5
+
+
+@pytest.mark.usefixtures("slopes")
+@pytest.mark.parametrize("part", ["T", "S", "unturned", "bent"])
+def test_a_wrong_part_of_lightning_is_found(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decay of twice the slope, S that keeps the seam, S that is not turned, and angles that are not linear."""
+    end_states, log_decay = lightning.decay_end_states, lightning.lightning_log_decay
+    model = ring(RotaryEmbedding(bend=0.1 if part == "bent" else 0.0))
+    if part == "T":
+        monkeypatch.setattr(
+            lightning, "lightning_log_decay", lambda p, **k: log_decay(p._replace(slope=2 * p.slope), **k)
+        )
+    elif part == "S":
+        monkeypatch.setattr(
+            lightning, "decay_end_states", lambda pool, seams, **k: end_states(pool, torch.zeros_like(seams), **k)
+        )
+    elif part == "unturned":
+        monkeypatch.setattr(KeyRotation, "turn", lambda self, s, shift: s)
+    with pytest.raises(ComposeError, match="off by"):
+        check_composition(model, LIGHTNING)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"linear_backend": "minimax"}, "minimax"),
+        ({"use_mla": True}, "latent attention"),
+        ({"rotary_emb": DynamicNTKScalingRotaryEmbedding()}, "depend on the sequence length"),
+        ({"rotary_emb": torch.nn.Linear(1, 1)}, "keeps no table"),
+    ],
+    ids=["backend", "latent", "dynamic", "no table"],
+)
+def test_lightning_that_cannot_be_turned_is_refused(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(CannotRelocate, match=says):
+        lightning.FAMILY.check_model(ring(**change), 1000)
+    with pytest.raises(CannotRelocate, match="32768 positions, the context needs 40000"):
+        lightning.FAMILY.check_model(ring(), 40000)
+    lightning.FAMILY.check_model(ring(), POSITIONS)

@@ -21,6 +21,7 @@ from hypic.artifact.layout import LinearShape
 from hypic.engine import composition
 from hypic.engine.families.base import Memory
 from hypic.engine.families.gdn import GdnLayer
+from hypic.engine.families.lightning import RotatedLayer
 from hypic.engine.families.mamba2 import MixerLayer
 from hypic.kernels import (
     conv_runs,
@@ -31,11 +32,13 @@ from hypic.kernels import (
     gdn_keys,
     gdn_solve,
     gdn_transition,
+    lightning_chain,
     mamba2_chain,
     mamba2_decay,
     relocate,
     seam_attention,
 )
+from hypic.kernels.lightning_chain import KeyRotation, LightningLayer
 from hypic.kernels.mamba2_layer import Mamba2Layer
 from hypic.kernels.seam_plan import SeamPlan, SeamShape
 
@@ -55,6 +58,7 @@ KERNELS = {
     gdn_end_states: ["_end_states_kernel"],
     conv_runs: ["_convolve_kernel"],
     mamba2_chain: ["_chain_kernel"],
+    lightning_chain: ["_lightning_chain_kernel"],
     mamba2_decay: ["_log_decay_kernel"],
     decay_end_states: ["_decay_end_states_kernel"],
     relocate: ["_move_kernel"],
@@ -251,4 +255,24 @@ def compile_mamba2(
         layer.transition(inputs, at, transition)
         end_states = gdn_end_states.EndStatesPlan.build(slot=[0], seam=[0], ends=[True], blob=[0], device="cpu")
         layer.end_states(torch.empty(2, h, dv, dk), at, end_states)
+    return reports
+
+
+def compile_lightning(
+    h: int, d: int, rotary: int, state_dtype: torch.dtype = torch.float32
+) -> list[tuple[str, Report]]:
+    """Every kernel of a Lightning layer at one shape; q, k and v are fp32 in any model."""
+    rotation = KeyRotation(torch.empty(64, rotary), rotary, 1.0) if rotary else None
+    layer = RotatedLayer(LightningLayer(torch.empty(h), d**-0.5, rotation), d)
+    at = Memory(
+        None, torch.empty(2, h, d, d), torch.empty(1 << 20, dtype=torch.uint8), 256, 1024, 0, state_dtype
+    )  # fmt: skip
+    x = torch.empty(16, h, d)
+    with recorded() as reports:
+        chain = gdn_chain.ChainPlan.build(
+            rows=[[gdn_chain.ChainItem(0, 8, 0, 0, 5)]], slot=[1], fresh=[True], conv_width=1, device="cpu"
+        )
+        layer.chain((x, x, x), at, chain, torch.empty_like(x))
+        end_states = gdn_end_states.EndStatesPlan.build(slot=[0], seam=[0], ends=[True], blob=[0], device="cpu")
+        layer.end_states(torch.empty(2, h, d, d), at, end_states)
     return reports

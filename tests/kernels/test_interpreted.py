@@ -73,6 +73,25 @@ def test_mamba2_kernels_compile_for_hopper(shape: dict[str, Any]) -> None:
         assert report.spill_bytes == 0, f"{name}: {report}"
 
 
+LIGHTNING: dict[str, dict[str, Any]] = {
+    "ring-mini-linear-2.0": {"h": 16, "d": 128, "rotary": 64},
+    "no rope, states in bf16": {"h": 16, "d": 128, "rotary": 0, "state_dtype": torch.bfloat16},
+    "odd": {"h": 3, "d": 80, "rotary": 20},
+}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs the compiler")
+@pytest.mark.parametrize("shape", LIGHTNING.values(), ids=LIGHTNING)
+def test_lightning_kernels_compile_for_hopper(shape: dict[str, Any]) -> None:
+    from hopper import compile_lightning
+
+    reports = compile_lightning(**shape)
+    assert [name for name, _ in reports] == ["_lightning_chain_kernel", "_decay_end_states_kernel"]
+    for name, report in reports:
+        assert report.shared_bytes <= 227 * 1024, f"{name}: {report}"
+        assert report.spill_bytes == 0, f"{name}: {report}"
+
+
 @pytest.mark.skipif(INTERPRETED, reason="needs the compiler")
 @pytest.mark.parametrize("shape", [KIMI, {"hk": 1, "hv": 3, "dk": 48, "dv": 80, "channel_gates": True}])
 def test_kda_kernels_compile_for_hopper(shape: dict[str, Any]) -> None:

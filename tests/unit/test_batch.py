@@ -166,7 +166,7 @@ def test_most_batches_need_one_stage() -> None:
     compiling = CompileRow(Compile(Artifact(b"c", array("q", range(70)), "", 0, 10, 0), W), 0, 0, 70)
     (stage,) = stages_of(link_row([(5, 20), (0, 20)], 9, 0), (3, 8), compiling)
     assert [(c.row, c.fresh, c.items) for c in stage.chains] == [
-        (0, True, [ChainItem(0, 9, 0, CONV), ChainItem(9, 4, 1000, CONV), ChainItem(13, 9, NO_ARTIFACT, 0)])
+        (0, True, [ChainItem(0, 9, 0, CONV, 5), ChainItem(9, 4, 1000, CONV, 25), ChainItem(13, 9, NO_ARTIFACT, 0)])
     ]
     assert [(n.row, n.start, n.length, n.token) for n in stage.natives] == [(1, 3, 5, 22), (2, 0, 70, 27)]
     assert not stage.checkpoints
@@ -174,7 +174,7 @@ def test_most_batches_need_one_stage() -> None:
 
 def test_a_long_question_follows_the_chain_in_the_same_stage() -> None:
     (stage,) = stages_of(link_row([(5, 20)], 300, 0))
-    assert [c.items for c in stage.chains] == [[ChainItem(0, 9, 0, CONV)]]
+    assert [c.items for c in stage.chains] == [[ChainItem(0, 9, 0, CONV, 5)]]
     assert [(n.start, n.length, n.token) for n in stage.natives] == [(25, 300, 9)]
 
 
@@ -182,7 +182,7 @@ def test_a_long_head_opens_a_stage_in_front_of_the_chain() -> None:
     first, second = stages_of(link_row([(300, 20)], 5, 0), (0, 7))
     assert [(n.row, n.length) for n in first.natives] == [(0, 304), (1, 7)] and not first.chains
     (chain,) = second.chains
-    assert not chain.fresh and chain.items == [ChainItem(304, 0, 0, CONV), ChainItem(304, 5, NO_ARTIFACT, 0)]
+    assert not chain.fresh and chain.items == [ChainItem(304, 0, 0, CONV, 300), ChainItem(304, 5, NO_ARTIFACT, 0)]
 
 
 def test_an_interior_shorter_than_the_conv_window_owns_what_it_has() -> None:
@@ -200,4 +200,4 @@ def test_a_checkpoint_in_a_question_cuts_it() -> None:
 def test_a_checkpoint_at_the_end_of_a_seam_is_kept_before_its_artifact_joins() -> None:
     first, second = stages_of(link_row([(12, 20)], 5, 0, checkpoint=16))
     assert [c.items for c in first.chains] == [[ChainItem(0, 16, NO_ARTIFACT, 0)]] and len(first.checkpoints) == 1
-    assert [c.items for c in second.chains] == [[ChainItem(16, 0, 0, CONV), ChainItem(16, 5, NO_ARTIFACT, 0)]]
+    assert [c.items for c in second.chains] == [[ChainItem(16, 0, 0, CONV, 12), ChainItem(16, 5, NO_ARTIFACT, 0)]]

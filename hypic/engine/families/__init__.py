@@ -8,7 +8,7 @@ from typing import Any
 
 from hypic.engine.families.base import Family
 
-MODULES = ("gdn", "mamba2", "kda")
+MODULES = ("gdn", "mamba2", "kda", "lightning")
 """Modules of this package; each has its family as ``FAMILY``, whose name is the module's."""
 
 

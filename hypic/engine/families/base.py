@@ -44,9 +44,11 @@ class LinearLayer(ABC):
 
     Attributes:
         device: where the parameters are.
+        positions: how many positions the layer's inputs know (they carry RoPE), 0 where they know none.
     """
 
     device: torch.device
+    positions: int = 0
 
     @abstractmethod
     def chain(self, inputs: Inputs, at: Memory, plan: ChainPlan, out: Tensor) -> None:
@@ -63,6 +65,10 @@ class LinearLayer(ABC):
     @abstractmethod
     def random_inputs(self, n: int, random: Callable[..., Tensor]) -> Inputs:
         """Inputs of n tokens for the start-up proof, as ``random(*size)``, a standard normal, makes them."""
+
+    def at_positions(self, inputs: Inputs, positions: Tensor) -> Inputs:
+        """Such inputs as the model makes them of tokens at those positions."""
+        return inputs
 
 
 class Family(ABC):
@@ -96,6 +102,9 @@ class Family(ABC):
     def random_layer(self, shape: LinearShape, randn: Callable[..., Tensor]) -> LinearLayer:
         """A layer of this shape with random parameters, for benchmarks; ``randn(*size, dtype=...)``."""
         raise NotImplementedError(f"{self.title}: no layer with random parameters to time")
+
+    def check_model(self, model: Any, max_position: int) -> None:  # noqa: B027 (most families have nothing to add)
+        """Raise CannotRelocate where the loaded model is not what the family's kernels compute."""
 
     def shape(
         self,

@@ -1,0 +1,46 @@
+"""The config of Ring-mini-linear-2.0 and Ring-flash-linear-2.0, as SGLang's config of their successors reads it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.configs.bailing_hybrid import BailingHybridConfig
+
+ARCHITECTURE = "BailingMoeLinearV2ForCausalLM"
+
+
+class BailingMoeLinearConfig(BailingHybridConfig):
+    """Full-attention layers are grouped-query attention, where Ring-2.5 has MLA."""
+
+    model_type = "bailing_moe_linear"
+
+    def __init__(self, **kwargs: Any):
+        kwargs["full_attention_type"] = "gqa"
+        super().__init__(**kwargs)
+        self.v_head_dim = self.head_dim  # the base's is that of MLA, and SGLang would size its pools by it
+
+
+def register() -> None:
+    """With transformers, in SGLang's own table of configs and list of models without piecewise CUDA graphs (where Ring-2.5
+    is), and as a model whose states the radix tree may keep."""
+    from sglang.srt.configs.linear_attn_model_registry import (
+        LinearAttnModelSpec,
+        get_linear_attn_spec_by_arch,
+        register_linear_attn_model,
+    )
+    from sglang.srt.configs.model_config import piecewise_cuda_graph_disabled_model_archs
+    from sglang.srt.utils.hf_transformers.common import _CONFIG_REGISTRY
+    from transformers import AutoConfig
+
+    AutoConfig.register(BailingMoeLinearConfig.model_type, BailingMoeLinearConfig, exist_ok=True)
+    _CONFIG_REGISTRY[BailingMoeLinearConfig.model_type] = BailingMoeLinearConfig
+    if get_linear_attn_spec_by_arch(ARCHITECTURE) is None:
+        piecewise_cuda_graph_disabled_model_archs.append(ARCHITECTURE)
+        register_linear_attn_model(
+            LinearAttnModelSpec(
+                config_class=BailingMoeLinearConfig,
+                backend_class_name="sglang.srt.layers.attention.linear.lightning_backend.LightningAttentionBackend",
+                arch_names=[ARCHITECTURE],
+                support_mamba_cache_extra_buffer=True,
+            )
+        )

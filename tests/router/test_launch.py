@@ -131,7 +131,7 @@ def test_logs_restarts_and_the_end(folder: Path) -> None:
 
 @pytest.mark.parametrize("who", ["router", "w1"])
 def test_what_never_comes_up_ends_the_launch_with_what_it_said(folder: Path, who: str) -> None:
-    bad = "import sys; print('no such model'); sys.exit(3)"
+    bad = "import sys, time; print('no such model', flush=True); time.sleep(1); sys.exit(3)"
 
     async def main() -> None:
         s = supervisor(

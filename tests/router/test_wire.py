@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
@@ -13,6 +14,10 @@ import pytest
 pytest.importorskip("sglang")
 from sglang.srt.managers.tokenizer_manager import ReqState
 
+from hypic.config import HypicConfig
+from hypic.engine.keys import artifact_key
+from hypic.router.costs import Costs
+from hypic.router.front.manager import RouterManager
 from hypic.router.front.wire import Assembly, body, error_of, events
 from hypic.segment import Bounds, RequestSpans
 
@@ -79,8 +84,6 @@ def test_one_answer_and_a_worker_that_was_lost() -> None:
 
 def test_what_a_worker_is_sent() -> None:
     """One prompt at a time, with what the client set, zero included, and SGLang's limit for it."""
-    import array
-
     given = {"return_logprob": True, "logprob_start_len": 0, "extra_key": "", "lora_path": None, "no_logs": False}
     obj = SimpleNamespace(**given, stream=False, sampling_params={"n": 3, "max_new_tokens": 9, "temperature": 0})
     tokenized = SimpleNamespace(
@@ -116,3 +119,29 @@ def test_errors_of_a_worker(chunk: dict[str, Any], status: int, text: str) -> No
     error = error_of(chunk)
     assert error is not None and (error.status, str(error)) == (status, text)
     assert error_of({"text": "a", "meta_info": {}}) is None
+
+
+def test_what_is_placed_of_a_prompt() -> None:
+    """What a worker would link, under the names that it uses; nothing that it would compute in place."""
+    ids = array.array("q", range(400))
+    plan = RequestSpans(cached=(Bounds(0, 100), Bounds(100, 120), Bounds(130, 300), Bounds(300, 400)), salt="tenant")
+    measured = SimpleNamespace(
+        costs=Costs(tokens_per_s=1, transfer_gb_s=1, artifact_bytes=1000, artifact_token_bytes=2)
+    )
+    router = SimpleNamespace(coordinator=SimpleNamespace(identity=b"id"), measured=measured)
+    manager: Any = SimpleNamespace(router=router, _config=HypicConfig())
+
+    def placed(**fields: Any) -> list[Any]:
+        params = SimpleNamespace(custom_params=plan.to_params())
+        tokenized = SimpleNamespace(**{"input_ids": ids, "lora_id": None, "sampling_params": params, **fields})
+        return RouterManager._prompts(manager, SimpleNamespace(tokenized=tokenized))  # type: ignore[arg-type]
+
+    first, third = placed()
+    assert (first.tokens, third.tokens) == (ids[:100].tobytes(), ids[130:300].tobytes()), (
+        "short, and at the prompt's end"
+    )
+    assert first.key == artifact_key(b"id", "tenant", "", ids[:100]) and first.nbytes == 1000 + 2 * 92
+    assert placed(lora_id="a1") == [], "workers do not share what an adapter made"
+    assert placed(sampling_params=SimpleNamespace(custom_params=None)) == []
+    router.coordinator.identity = b""
+    assert placed() == [], "no worker has said what it serves"

@@ -220,20 +220,20 @@ class RouterManager(Everywhere, TokenizerManager):
             meta[REPORT] = [json.dumps({**report, "router": routed})]
 
     def _prompts(self, flight: _Flight) -> list[Prompt]:
-        """The segments that a worker will link, as it names them."""
+        """The segments that a worker will link, as it names them; none under an adapter, as workers do not share those."""
         ids: array[int] = flight.tokenized.input_ids
         plan = RequestSpans.from_params(flight.tokenized.sampling_params.custom_params, len(ids))
         identity = self.router.coordinator.identity
-        if plan is None or not identity:
+        if plan is None or not identity or flight.tokenized.lora_id:
             return []
-        adapter, costs = flight.tokenized.lora_id or "", self.router.measured.costs
+        costs = self.router.measured.costs
         out = []
         for start, end in plan.cached:
             n = end - start
             if end < len(ids) and n > self._config.seam_window and n >= self._config.min_segment:
                 tokens = ids[start:end]
-                key = artifact_key(identity, plan.salt, adapter, tokens)
-                out.append(Prompt(key, plan.salt, adapter, tokens.tobytes(), costs.artifact_nbytes(n)))
+                key = artifact_key(identity, plan.salt, "", tokens)
+                out.append(Prompt(key, plan.salt, "", tokens.tobytes(), costs.artifact_nbytes(n)))
         return out
 
     # ------------------------------------------------------------------ ends

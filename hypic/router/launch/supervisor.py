@@ -66,7 +66,8 @@ class Child:
         finally:
             self.kill()  # what it has started, too: then the pipe ends
             self.pid = 0
-            await copying
+            with contextlib.suppress(TimeoutError):  # unless something has left the group
+                await asyncio.wait_for(copying, _GRACE)
             transport.close()
 
     async def _start(self, output: int) -> Awaitable[int]:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import orjson
 import pytest
 
@@ -16,6 +17,7 @@ from sglang.srt.managers.tokenizer_manager import ReqState
 
 from hypic.config import HypicConfig
 from hypic.engine.keys import artifact_key
+from hypic.method import Method
 from hypic.router.costs import Costs
 from hypic.router.front.manager import RouterManager
 from hypic.router.front.wire import Assembly, body, error_of, events
@@ -129,7 +131,7 @@ def test_what_is_placed_of_a_prompt() -> None:
         costs=Costs(tokens_per_s=1, transfer_gb_s=1, artifact_bytes=1000, artifact_token_bytes=2)
     )
     router = SimpleNamespace(coordinator=SimpleNamespace(identity=b"id"), measured=measured)
-    manager: Any = SimpleNamespace(router=router, _config=HypicConfig())
+    manager: Any = SimpleNamespace(router=router, _config=HypicConfig(), _method=Method("seam", "seam", 8))
 
     def placed(**fields: Any) -> list[Any]:
         params = SimpleNamespace(custom_params=plan.to_params())
@@ -142,6 +144,8 @@ def test_what_is_placed_of_a_prompt() -> None:
     )
     assert first.key == artifact_key(b"id", "tenant", "", ids[:100]) and first.nbytes == 1000 + 2 * 92
     assert placed(lora_id="a1") == [], "workers do not share what an adapter made"
+    other = msgspec.structs.replace(plan, method="legolink-0")
+    assert placed(sampling_params=SimpleNamespace(custom_params=other.to_params())) == [], "nor those of another method"
     assert placed(sampling_params=SimpleNamespace(custom_params=None)) == []
     router.coordinator.identity = b""
     assert placed() == [], "no worker has said what it serves"

@@ -23,6 +23,7 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from hypic.config import HypicConfig
 from hypic.engine.keys import artifact_key
+from hypic.method import parse_methods
 from hypic.router.actions import Prompt
 from hypic.router.front.everywhere import Everywhere
 from hypic.router.front.metrics import RouterMetrics
@@ -64,6 +65,7 @@ class RouterManager(Everywhere, TokenizerManager):
 
     def __init__(self, server_args: Any, port_args: Any, *, router: Router, workers: Workers, config: HypicConfig):
         self.router, self.workers, self._config = router, workers, config
+        self._method = next(iter(parse_methods(config.methods, config.seam_window).values()))
         self._flights: dict[str, _Flight] = {}
         self._together: dict[str, str] = {}
         """The worker that computed a prompt for its n choices, by the client's request id."""
@@ -220,17 +222,18 @@ class RouterManager(Everywhere, TokenizerManager):
             meta[REPORT] = [json.dumps({**report, "router": routed})]
 
     def _prompts(self, flight: _Flight) -> list[Prompt]:
-        """The segments that a worker will link, as it names them; none under an adapter, as workers do not share those."""
+        """The segments that a worker will link, as it names them; none under an adapter or for another method than the
+        server's default, as workers do not share those."""
         ids: array[int] = flight.tokenized.input_ids
         plan = RequestSpans.from_params(flight.tokenized.sampling_params.custom_params, len(ids))
         identity = self.router.coordinator.identity
-        if plan is None or not identity or flight.tokenized.lora_id:
+        if plan is None or not identity or flight.tokenized.lora_id or plan.method not in ("", self._method.name):
             return []
         costs = self.router.measured.costs
         out = []
         for start, end in plan.cached:
             n = end - start
-            if end < len(ids) and n > self._config.seam_window and n >= self._config.min_segment:
+            if end < len(ids) and n > self._method.seam_window and n >= self._config.min_segment:
                 tokens = ids[start:end]
                 key = artifact_key(identity, plan.salt, "", tokens)
                 out.append(Prompt(key, plan.salt, "", tokens.tobytes(), costs.artifact_nbytes(n)))

@@ -16,7 +16,7 @@ from hypic.config import HypicConfig, artifact_state_dtype
 from hypic.doctor.findings import LayerFamily, ModelFinding, SegmentSize
 from hypic.engine.families import family, family_of_config, known_families
 from hypic.engine.latent import backend_problem
-from hypic.engine.support import check_server_args
+from hypic.engine.support import SLIDING_WINDOWS, check_server_args
 
 SEGMENT_TOKENS = (512, 2048, 8192)
 
@@ -87,7 +87,7 @@ def _objections(model: Any, server_args: Any) -> list[str]:
         hasattr(cls, "get_attention_sliding_window_size") or model.is_hybrid_swa
     )
     if model.is_hybrid_swa or windowed or model.attention_chunk_size is not None:
-        found.append("sliding-window attention: an interior cannot attend beyond its segment's window")
+        found.append(SLIDING_WINDOWS)
     text = model.hf_text_config
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None

@@ -11,7 +11,7 @@ from hypic.config import artifact_state_dtype
 from hypic.engine.families import family, family_of_backend, known_families
 from hypic.engine.latent import backend_problem
 from hypic.engine.relocation import CannotRelocate, Rotary, find_rotary
-from hypic.engine.support import Unsupported
+from hypic.engine.support import SLIDING_WINDOWS, Unsupported
 
 
 def read_layout(model_runner: Any, state_dtype: str) -> ArtifactLayout:
@@ -55,7 +55,7 @@ def _full_shape(model_runner: Any, backend: Any) -> FullShape | None:
 
     pool = model_runner.token_to_kv_pool
     if model_runner.is_hybrid_swa or getattr(model_runner, "sliding_window_size", None):
-        raise Unsupported("sliding-window attention: an interior cannot attend beyond its segment's window")
+        raise Unsupported(SLIDING_WINDOWS)
     inner = pool.full_kv_pool if isinstance(pool, HybridLinearKVPool) else pool
     latent = type(inner) is MLATokenToKVPool  # a subclass keeps more than the latent, or quantises it
     if not latent and not isinstance(inner, MHATokenToKVPool):

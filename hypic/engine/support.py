@@ -13,6 +13,12 @@ class Unsupported(ValueError):
     """A server flag or model that position-independent caching cannot work with; the text names it and the remedy."""
 
 
+SLIDING_WINDOWS = (
+    "sliding-window attention: while a segment is compiled, SGLang frees the K and V that leave the window"
+)
+"""Why Gemma2, Gemma3 and others are refused (docs/SEMANTICS.md)."""
+
+
 class Refusal(NamedTuple):
     flag: str
     applies: Callable[[Any], bool]

@@ -122,14 +122,15 @@ class NamedSegments:
                 self._manager.store.unpin(named.key)
 
     def forget(self, names: Iterable[str], drop: bool = False) -> None:
-        """The names are gone. Their artifacts stay like those of any other segment, unless they are to be dropped."""
+        """The names are gone. Their artifacts stay like those of any other segment, unless they are to be dropped; one that is
+        still compiled stays, since another compile of it must not begin beside that."""
         for name in names:
             if (named := self._by_id.pop(name, None)) is None:
                 continue
             del self._by_key[named.key]
             self._manager.store.unpin(named.key)
             if drop:
-                self._manager.store.invalidate(lambda a, key=named.key: a.key == key)  # type: ignore[misc]
+                self._manager.store.invalidate(lambda a, key=named.key: a.key == key and a.ready)  # type: ignore[misc]
 
     def new_weights(self) -> None:
         """The identity has changed, and all keys with it; pins go on for the artifacts to come."""

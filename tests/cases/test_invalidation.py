@@ -181,13 +181,18 @@ def test_28_named_segments_outlive_weights_and_their_artifacts_do_not(
         engine.run(engine.named.delete("", view.record.id))
 
 
-def test_28_a_segment_deleted_while_it_is_registered_leaves_no_pin(engine: Driver, write: Writer) -> None:
-    """The schedulers hear of its end before they hear of it."""
+@pytest.mark.parametrize("compiling", [False, True])
+def test_28_a_segment_deleted_while_it_is_registered_leaves_neither_pin_nor_lock(
+    engine: Driver, write: Writer, compiling: bool
+) -> None:
+    """The schedulers hear of its end before they hear of it, or in the middle of its compile."""
 
     async def scene() -> Any:
-        task = asyncio.ensure_future(engine.register(write.document(100), pin=True))
+        task = asyncio.ensure_future(engine.register(write.document(LONG), pin=True))
         while not len(engine.named.registry):
             await asyncio.sleep(0)
+        if compiling:
+            await engine.until(lambda load: load.num_used_tokens > 3 * CHUNK, "compiling")
         (record,) = engine.named.registry.of("")
         await engine.named.delete("", record.id)
         (view,) = await task

@@ -115,9 +115,11 @@ class Coordinator:
             expect = m.Expect(request=request, segments=wanted, deadline=self.settings.arrive_within)
             out.append(Send(self._by_name[placement.combine].peer, expect))
             self._deadlines.set(("expect", request), now + self.settings.expect_within)
+        left = Counter(flight.worker for flight in new.values())
         for key, flight in new.items():
             state.tries[key] += 1
-            out.append(self._order(flight, state.prompts[key], request, now))
+            left[flight.worker] -= 1
+            out.append(self._order(flight, state.prompts[key], request, now, left[flight.worker]))
         return out if state.awaited else [*out, *self._forward(request, state)]
 
     def placement(self, request: str) -> Placement | None:
@@ -331,7 +333,7 @@ class Coordinator:
         hello = self._by_name[source].hello
         return m.Wanted(p.key, p.tenant, p.adapter, p.tokens, source, hello.data, cold, hello.public_key)
 
-    def _order(self, flight: Flight, p: Prompt, request: str, now: float) -> Send:
+    def _order(self, flight: Flight, p: Prompt, request: str, now: float, more: int = 0) -> Send:
         self._deadlines.set(("compile", p.key, flight.number), now + self.settings.compile_within)
         compile_ = m.Compile(
             flight=flight.number,
@@ -341,6 +343,7 @@ class Coordinator:
             adapter=p.adapter,
             tokens=p.tokens,
             deadline=self.settings.compile_within,
+            more=more,
         )
         return Send(self._by_name[flight.worker].peer, compile_)
 

@@ -234,6 +234,8 @@ class Compile(Message, tag=19, frozen=True):
     """int64 little-endian ids of the whole segment, as in the header of its artifact."""
     deadline: Seconds
     """From receipt; a compile that has not begun by then is dropped."""
+    more: Count = 0
+    """Orders that follow at once: they belong into one forward pass."""
 
     def __post_init__(self) -> None:
         _require_tokens(self.tokens)

@@ -155,7 +155,8 @@ class LoneRouter:
         key = fields.pop("key", None) or self.key(tokens)
         raw = array("q", tokens).tobytes()
         deadline = fields.pop("deadline", 30.0)
-        return m.Compile(flight=flight, request=request, key=key, tenant="", adapter="", tokens=raw, deadline=deadline)
+        told = dict(flight=flight, request=request, key=key, tenant="", adapter="", tokens=raw, deadline=deadline)
+        return m.Compile(**told, **fields)
 
     def wanted(self, tokens: list[int], address: str | None = None, cold: bool = True) -> m.Wanted:
         raw = array("q", tokens).tobytes()

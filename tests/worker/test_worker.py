@@ -190,6 +190,20 @@ def test_an_order_for_what_is_there_or_under_way_compiles_nothing(
     assert "tokens_total{kind=compiled}" not in server.metrics().since(before)
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_orders_that_follow_each_other_share_a_pass(
+    router: LoneRouter, server: Server, write: Writer, lost: bool
+) -> None:
+    """Their shares of it are those of their tokens. If the last is lost, the others do not wait for it."""
+    documents = write.documents(3, 70)
+    for i, d in enumerate(documents):
+        router.tell(router.compile(i, "r", d.ids, more=len(documents) - 1 - i + lost))
+        time.sleep(0.004)
+    done = [router.hear(m.Compiled, lambda c, i=i: c.flight == i) for i in range(3)]  # type: ignore[misc]
+    assert all(c.ok for c in done)
+    assert [c.seconds for c in done] == pytest.approx([done[0].seconds] * 3, rel=0.01)
+
+
 @pytest.mark.parametrize("fault", ["key", "token", "negative"])
 def test_an_order_that_cannot_be_is_refused(router: LoneRouter, write: Writer, fault: str) -> None:
     ids = write.tokens(N)

@@ -45,6 +45,8 @@ OFFER_IDLE = 5.0
 """Seconds after which an artifact that nobody has asked for is on offer no more, so that it can be evicted."""
 GRACE = 0.5
 """Seconds that a peer waits for an artifact of which nothing is known here: its order may be on its way."""
+TOGETHER = 0.02
+"""Seconds that an order waits for those that are to follow at once: one may be lost."""
 _REMEMBERED = 4096
 
 
@@ -84,6 +86,8 @@ class Exchange:
         """Keys that were evicted lately."""
         self._ordered: set[bytes] = set()
         """Keys that are being compiled for others."""
+        self._together: list[m.Compile] = []
+        """Orders that wait for those that follow."""
         self._fetches: dict[bytes, asyncio.Task[None]] = {}
         self._offers: dict[bytes, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -257,10 +261,23 @@ class Exchange:
     # ------------------------------------------------------------------ the router
 
     def _told(self, order: Order) -> None:
-        if isinstance(order, m.Compile):
-            self._order(order.key)  # at once: a peer's wish may be right behind it
-            self._loop.call_later(order.deadline, self._tell, Expired(order.key))
-        self._tell(Told(order))
+        if not isinstance(order, m.Compile):
+            self._pass_on()
+            self._tell(Told(order))
+            return
+        self._order(order.key)  # at once: a peer's wish may be right behind it
+        self._loop.call_later(order.deadline, self._tell, Expired(order.key))
+        self._together.append(order)
+        if not order.more:
+            self._pass_on()
+        elif len(self._together) == 1:
+            self._loop.call_later(TOGETHER, self._pass_on)
+
+    def _pass_on(self) -> None:
+        """Orders of one request reach the scheduler at once, so that its first pass takes as many as it can."""
+        together, self._together = self._together, []
+        for order in together:
+            self._tell(Told(order))
 
     def _say(self, message: m.Message) -> None:
         if isinstance(message, m.Compiled):

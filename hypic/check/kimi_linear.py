@@ -130,6 +130,7 @@ class KimiDecoderLayer(nn.Module):
 class KimiModel(nn.Module):
     def __init__(self, c: Any):
         super().__init__()
+        self.config = c
         self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleList(KimiDecoderLayer(c, i) for i in range(c.num_hidden_layers))
         self.norm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)

@@ -29,7 +29,7 @@ def rank(number: int, segments: list[array]) -> Any:
         for part in LAYOUT.parts(payload, 12).values():
             part.fill_(10 * i + number)
         store.commit(artifacts[0])
-    manager = SimpleNamespace(store=store, layout=LAYOUT, config=SimpleNamespace(seam_window=8))
+    manager = SimpleNamespace(store=store, layout=LAYOUT, method_of=lambda _: SimpleNamespace(seam_window=8))
     return SimpleNamespace(hypic=manager, ps=SimpleNamespace(tp_rank=number))
 
 

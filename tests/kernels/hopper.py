@@ -214,7 +214,7 @@ def compile_start_up_proof(hk: int, hv: int, dk: int, dv: int) -> list[tuple[str
     )
     with recorded() as reports:
         composition._layer_error(
-            GdnLayer.of(layer), LinearShape((0,), hv, dk, dv, dim, width - 1, "bfloat16", "bfloat16")
+            GdnLayer.of(layer), LinearShape((0,), hv, dk, dv, dim, width - 1, "bfloat16", "bfloat16"), start=8
         )
     return reports
 

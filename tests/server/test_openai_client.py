@@ -52,4 +52,4 @@ def test_the_newest_openai_client(server: Server, write: Writer, text: TextWrite
     assert requests.outcomes(completion["reports"][0]) == ["hit_device"] and completion["text"]
     assert completion["cached_tokens"] == requests.interior(document)
     assert seen["responses"]
-    assert "unknown key 'seperator'; valid keys are report, segments, separator" in seen["error"]
+    assert "unknown key 'seperator'; valid keys are insert, method, report, segments, separator" in seen["error"]

@@ -129,7 +129,10 @@ class RouterLink:
     def rename(self, identity: bytes) -> None:
         """We are another model now: leave; the next beat joins again."""
         self._identity = identity
-        self.say(m.Bye())
+        if self._member.rank:
+            return
+        self._send(m.Bye())  # also if its Welcome to what we were is still on its way:
+        self._awaits_welcome = False  # then that makes us introduce ourselves
         self.joined.clear()
 
     def announce(self, key: bytes, nbytes: int | None) -> None:

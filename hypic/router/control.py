@@ -14,8 +14,9 @@ import zmq.asyncio
 from hypic.router import messages as m
 from hypic.router.actions import Action, Broken, Forward, Send, Settings
 from hypic.router.transport.security import Curve, Gate
+from hypic.router.transport.zmq_client import ENVELOPE
+from hypic.router.transport.zmq_server import send_now
 
-_ENVELOPE = 256
 _QUEUE = 1024
 """Frames that libzmq may hold for each worker, each way. What does not fit is lost, which every message survives."""
 
@@ -62,7 +63,7 @@ class ControlSocket:
             for option, value in (
                 (zmq.LINGER, 0),
                 (zmq.ROUTER_MANDATORY, 1),
-                (zmq.MAXMSGSIZE, m.limit(m.ToRouter) + _ENVELOPE),
+                (zmq.MAXMSGSIZE, m.limit(m.ToRouter) + ENVELOPE),
                 (zmq.SNDHWM, _QUEUE),
                 (zmq.RCVHWM, _QUEUE),
             ):
@@ -87,9 +88,8 @@ class ControlSocket:
             if not isinstance(action, Send):
                 self._act(action)
                 continue
-            future = self._socket.send_multipart([action.peer, m.encode(action.message)], zmq.NOBLOCK)
             try:
-                future.result()  # type: ignore[attr-defined]  # done: NOBLOCK
+                send_now(self._socket, [action.peer, m.encode(action.message)])
             except zmq.ZMQError:
                 self.unsent += 1
 

@@ -285,6 +285,7 @@ def test_strange_peers_do_not_stop_the_server(folder: Path) -> None:
         stranger = context.socket(zmq.DEALER)
         stack.callback(stranger.close)
         stranger.linger = 0
+        stranger.rcvhwm = 1  # it does not read: what it asks for stays with the server
         stranger.connect(peer.address)
         far = m.Get(transfer=99, key=KEY, nbytes=len(BLOB), chunk=CHUNK, wanted=(101, 2**31))
         await stranger.send(m.encode(far))

@@ -16,12 +16,13 @@ import zmq.asyncio
 
 from hypic.router import messages as m
 from hypic.router.transport.security import Curve, Gate
+from hypic.router.transport.zmq_client import ENVELOPE
+from hypic.router.transport.zmq_server import send_now
 
 logger = logging.getLogger(__name__)
 
 HELLO_EVERY = 0.5
 """Seconds between attempts to join."""
-_ENVELOPE = 256
 _QUEUE = 1024
 _ANNOUNCED_AT_ONCE = 32768
 
@@ -101,7 +102,7 @@ class RouterLink:
         for option, value in (
             (zmq.LINGER, 200),
             (zmq.IMMEDIATE, 1),
-            (zmq.MAXMSGSIZE, m.limit(m.ToWorker) + _ENVELOPE),
+            (zmq.MAXMSGSIZE, m.limit(m.ToWorker) + ENVELOPE),
             (zmq.SNDHWM, _QUEUE),
             (zmq.RCVHWM, _QUEUE),
             (zmq.RECONNECT_IVL, 100),
@@ -212,9 +213,8 @@ class RouterLink:
         )
 
     def _send(self, message: m.Message) -> bool:
-        future = self._socket.send(m.encode(message), zmq.NOBLOCK)
         try:
-            future.result()  # type: ignore[attr-defined]  # done: NOBLOCK
+            send_now(self._socket, [m.encode(message)])
         except zmq.ZMQError:  # no router at present, or one that does not read
             self.dropped += 1
             return False

@@ -19,6 +19,7 @@ from hypic.engine.cluster.exchange import Exchange, Place
 from hypic.engine.cluster.membership import Load
 from hypic.engine.request import Compile
 from hypic.router import messages as m
+from hypic.router.rate import Rate
 from hypic.router.transport import Peer
 
 if TYPE_CHECKING:
@@ -28,8 +29,6 @@ logger = logging.getLogger(__name__)
 
 _LOAD_EVERY = 0.1
 """Seconds between looks at the queue for the heartbeat."""
-_SPEED_WEIGHT = 0.25
-"""Weight of the newest pass in the measured compile speed."""
 
 
 class _Import:
@@ -57,7 +56,7 @@ class Sharing:
         """On offer, each with one lock,"""
         self._leaving: set[bytes] = set()
         """and those that are being taken back."""
-        self._tokens_per_s = 0.0
+        self._speed = Rate()
         self._looked = 0.0
         store = manager.store
         store.on_ready, store.on_gone = self._ready, self._gone
@@ -96,7 +95,7 @@ class Sharing:
         if now - self._looked >= _LOAD_EVERY:
             self._looked = now
             store, running, queued = self.manager.store, *self.manager.load()
-            self.exchange.show(Load(queued, running, store.capacity - store.used_bytes, self._tokens_per_s))
+            self.exchange.show(Load(queued, running, store.capacity - store.used_bytes, self._speed.rate))
 
     @property
     def busy(self) -> bool:
@@ -144,9 +143,7 @@ class Sharing:
 
     def measured(self, tokens: int, seconds: float) -> None:
         """A forward pass with compiling rows had that many tokens."""
-        rate = tokens / seconds
-        weight = _SPEED_WEIGHT if self._tokens_per_s else 1.0
-        self._tokens_per_s += (rate - self._tokens_per_s) * weight
+        self._speed.add(tokens, seconds)
 
     def _failed(self, key: bytes, reason: str) -> None:
         flights = self._orders.pop(key, None)

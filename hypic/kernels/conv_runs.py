@@ -151,6 +151,39 @@ def load_window(
 
 
 @jit
+def convolve_tile(
+    x, conv_weight, conv_bias, conv_pool, arena, item_tok, item_row, item_win, slots, run_tok, run_item, m, channels,
+    ok_m, ok_d, x_stride, weight_stride, pool_stride, c_off,
+    W: tl.constexpr, ITEM_BYTES: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, BM: tl.constexpr,
+    BD: tl.constexpr, COLUMN: tl.constexpr,
+):  # fmt: skip
+    """Convolution, bias and activation of run tokens ``m`` and ``channels``: [BM, BD], fp32."""
+    BACK: tl.constexpr = W - 1
+    ok = ok_m[:, None] & ok_d[None, :]
+    token = tl.load(run_tok + m, mask=ok_m, other=0)
+    item = tl.load(run_item + m, mask=ok_m, other=0)
+    local = token - tl.load(item_tok + item, mask=ok_m, other=0)
+    slot = tl.load(slots + tl.load(item_row + item, mask=ok_m, other=0), mask=ok_m, other=0)
+
+    y = tl.zeros([BM, BD], dtype=tl.float32)
+    for j in tl.static_range(W):
+        in_run = local >= BACK - j
+        code = tl.load(item_win + item * BACK + local + j, mask=ok_m & (local < BACK - j), other=0)
+        code = tl.where(in_run, (token - BACK + j) << 2 | _TOKEN, code)
+        inputs = load_window(
+            x, conv_pool, arena, code[:, None], slot[:, None], channels[None, :], ok, x_stride, pool_stride, c_off,
+            BACK, ITEM_BYTES, COLUMN,
+        )  # fmt: skip
+        weight = tl.load(conv_weight + channels * weight_stride + j, mask=ok_d, other=0.0).to(tl.float32)
+        y += inputs * weight[None, :]
+    if HAS_BIAS:
+        y += tl.load(conv_bias + channels, mask=ok_d, other=0.0).to(tl.float32)[None, :]
+    if SILU:
+        y = y * tl.sigmoid(y)
+    return y
+
+
+@jit
 def _convolve_kernel(
     x,
     conv_weight,
@@ -179,30 +212,13 @@ def _convolve_kernel(
     COLUMN: tl.constexpr,
 ):
     """One program: BM run tokens, BD channels."""
-    BACK: tl.constexpr = W - 1
     m, channels = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BD + tl.arange(0, BD)
     ok_m, ok_d = m < total, channels < DIM
     ok = ok_m[:, None] & ok_d[None, :]
-    token = tl.load(run_tok + m, mask=ok_m, other=0)
-    item = tl.load(run_item + m, mask=ok_m, other=0)
-    local = token - tl.load(item_tok + item, mask=ok_m, other=0)
-    slot = tl.load(slots + tl.load(item_row + item, mask=ok_m, other=0), mask=ok_m, other=0)
-
-    y = tl.zeros([BM, BD], dtype=tl.float32)
-    for j in tl.static_range(W):
-        in_run = local >= BACK - j
-        code = tl.load(item_win + item * BACK + local + j, mask=ok_m & (local < BACK - j), other=0)
-        code = tl.where(in_run, (token - BACK + j) << 2 | _TOKEN, code)
-        inputs = load_window(
-            x, conv_pool, arena, code[:, None], slot[:, None], channels[None, :], ok, x_stride, pool_stride, c_off,
-            BACK, ITEM_BYTES, COLUMN,
-        )  # fmt: skip
-        weight = tl.load(conv_weight + channels * weight_stride + j, mask=ok_d, other=0.0).to(tl.float32)
-        y += inputs * weight[None, :]
-    if HAS_BIAS:
-        y += tl.load(conv_bias + channels, mask=ok_d, other=0.0).to(tl.float32)[None, :]
-    if SILU:
-        y = y * tl.sigmoid(y)
+    y = convolve_tile(
+        x, conv_weight, conv_bias, conv_pool, arena, item_tok, item_row, item_win, slots, run_tok, run_item, m, channels,
+        ok_m, ok_d, x_stride, weight_stride, pool_stride, c_off, W, ITEM_BYTES, HAS_BIAS, SILU, BM, BD, COLUMN,
+    )  # fmt: skip
     tl.store(out + m[:, None] * DIM + channels[None, :], y, mask=ok)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from hypic.kernels._common import Impl, blob_view, pick_impl
 from hypic.kernels._triton import block, constexpr, jit, require_triton, tl, triton_dtype
 from hypic.kernels.compile_plans import IN_BLOB, NO_STATE, EndStatesPlan
+from hypic.kernels.gdn_end_states import end_states_torch
 
 _IN_BLOB, _NO_STATE = constexpr(IN_BLOB), constexpr(NO_STATE)
 
@@ -46,17 +47,11 @@ def decay_end_states(
     if pick_impl(impl, ssm_pool) == "triton":
         _decay_end_states_triton(ssm_pool, seam_states, arena, t_off, s_off, plan, state_dtype)
         return
-    shape, ends = ssm_pool.shape[1:], ssm_pool[plan.slot].float()
-    for i, (seam, is_end, blob) in enumerate(zip(*plan.lists, strict=True)):
-        s = blob_view(arena, blob + s_off, shape, state_dtype)
-        if seam == NO_STATE:
-            s.copy_(ends[i]) if is_end else s.zero_()
-            continue
-        h = s.float() if seam == IN_BLOB else seam_states[seam]
-        if is_end:
-            decay = blob_view(arena, blob + t_off, shape[:1], torch.float32).exp()
-            h = ends[i] - decay[:, None, None] * h
-        s.copy_(h)
+
+    def carry(h: Tensor, blob: int) -> Tensor:
+        return blob_view(arena, blob + t_off, h.shape[:1], torch.float32).exp()[:, None, None] * h
+
+    end_states_torch(ssm_pool, seam_states, arena, s_off, plan, state_dtype, carry)
 
 
 def _decay_end_states_triton(

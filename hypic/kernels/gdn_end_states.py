@@ -7,6 +7,8 @@ also ends in h_w, what rounding did to T cancels, and h_w T + S is h_end up to t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -60,17 +62,32 @@ def _gdn_end_states_torch(
     plan: EndStatesPlan,
     state_dtype: torch.dtype,
 ) -> None:
-    hv, dv, dk = ssm_pool.shape[1:]
-    ends = ssm_pool[plan.slot].float()
+    hv, _, dk = ssm_pool.shape[1:]
+
+    def carry(h: Tensor, blob: int) -> Tensor:
+        return h @ blob_view(arena, blob + t_off, (hv, dk, dk), state_dtype).float()
+
+    end_states_torch(ssm_pool, seam_states, arena, s_off, plan, state_dtype, carry)
+
+
+def end_states_torch(
+    ssm_pool: Tensor,
+    seam_states: Tensor,
+    arena: Tensor,
+    s_off: int,
+    plan: EndStatesPlan,
+    state_dtype: torch.dtype,
+    carry: Callable[[Tensor, int], Tensor],
+) -> None:
+    """The reference of every family: ``carry(h, blob)`` is h [H, V, K] behind the interior whose blob starts there."""
+    shape, ends = ssm_pool.shape[1:], ssm_pool[plan.slot].float()
     for i, (seam, is_end, blob) in enumerate(zip(*plan.lists, strict=True)):
-        s = blob_view(arena, blob + s_off, (hv, dv, dk), state_dtype)
+        s = blob_view(arena, blob + s_off, shape, state_dtype)
         if seam == NO_STATE:
             s.copy_(ends[i]) if is_end else s.zero_()
             continue
         h = s.float() if seam == IN_BLOB else seam_states[seam]
-        if is_end:
-            h = ends[i] - h @ blob_view(arena, blob + t_off, (hv, dk, dk), state_dtype).float()
-        s.copy_(h)
+        s.copy_(ends[i] - carry(h, blob) if is_end else h)
 
 
 def _gdn_end_states_triton(

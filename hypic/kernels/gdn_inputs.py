@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hypic.kernels._triton import block, constexpr, jit, require_triton, tl
-from hypic.kernels.chain_plans import TOKEN, Runs
-from hypic.kernels.conv_runs import check_conv, load_window
+from hypic.kernels.chain_plans import Runs
+from hypic.kernels.conv_runs import check_conv, convolve_tile
 
 L2_EPS = 1e-6
-_TOKEN = constexpr(TOKEN)
 _L2_EPS = constexpr(L2_EPS)
 
 
@@ -241,7 +240,6 @@ def _inputs_kernel(
     COLUMN: tl.constexpr,
 ):
     """One program: BM run tokens of one head; q and k heads are normalised, value heads also give g and beta."""
-    BACK: tl.constexpr = W - 1
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     head = tl.program_id(1)
     is_value = head >= 2 * HK
@@ -253,25 +251,10 @@ def _inputs_kernel(
     channels = first + d
 
     token = tl.load(run_tok + m, mask=ok_m, other=0)
-    item = tl.load(run_item + m, mask=ok_m, other=0)
-    local = token - tl.load(item_tok + item, mask=ok_m, other=0)
-    slot = tl.load(slots + tl.load(item_row + item, mask=ok_m, other=0), mask=ok_m, other=0)
-
-    y = tl.zeros([BM, BD], dtype=tl.float32)
-    for j in tl.static_range(W):
-        in_run = local >= BACK - j
-        code = tl.load(item_win + item * BACK + local + j, mask=ok_m & (local < BACK - j), other=0)
-        code = tl.where(in_run, (token - BACK + j) << 2 | _TOKEN, code)
-        inputs = load_window(
-            x, conv_pool, arena, code[:, None], slot[:, None], channels[None, :], ok, x_stride, pool_stride, c_off,
-            BACK, ITEM_BYTES, COLUMN,
-        )  # fmt: skip
-        weight = tl.load(conv_weight + channels * weight_stride + j, mask=ok_d, other=0.0).to(tl.float32)
-        y += inputs * weight[None, :]
-    if HAS_BIAS:
-        y += tl.load(conv_bias + channels, mask=ok_d, other=0.0).to(tl.float32)[None, :]
-    if SILU:
-        y = y * tl.sigmoid(y)
+    y = convolve_tile(
+        x, conv_weight, conv_bias, conv_pool, arena, item_tok, item_row, item_win, slots, run_tok, run_item, m, channels,
+        ok_m, ok_d, x_stride, weight_stride, pool_stride, c_off, W, ITEM_BYTES, HAS_BIAS, SILU, BM, BD, COLUMN,
+    )  # fmt: skip
 
     if is_value:
         hv = head - 2 * HK

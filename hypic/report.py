@@ -39,6 +39,8 @@ class SpanReport(msgspec.Struct, kw_only=True, omit_defaults=False):
         reused: tokens of this span that were not computed for this request (radix hit or artifact).
         recomputed: tokens of this span that were computed when the request was linked.
         worker: the other worker that its artifact came from; null if none.
+        until: where the request was retracted and its segment could not be linked again: how many tokens of the answer were
+            computed with its artifact; the rest saw plain text, for `reason`. Null otherwise.
     """
 
     kind: Literal["segment", "plain"]
@@ -50,6 +52,7 @@ class SpanReport(msgspec.Struct, kw_only=True, omit_defaults=False):
     reused: int = 0
     recomputed: int = 0
     worker: str | None = None
+    until: int | None = None
 
 
 class Report(msgspec.Struct, kw_only=True, omit_defaults=False):

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 from hypic.check.checks import assemble, explain, tokens
@@ -104,7 +105,32 @@ def _same_answer(tally: Tally, session: Session, prompt: Prompt, answer: Answer,
         session.flush()
         quiet = session.ask(prompt._replace(segments=answer.linked))
         tally.require(quiet.linked == answer.linked, f"{what}: what was linked does not fit an empty arena")
-    tally.error(distance(answer, quiet), what)
+    for asked, given in stretches(prompt, answer):
+        if len(asked.ids) > len(prompt.ids):
+            session.flush()
+            quiet = session.ask(asked)
+        tally.error(distance(given, quiet), what)
+
+
+def stretches(prompt: Prompt, answer: Answer) -> Iterator[tuple[Prompt, Answer]]:
+    """The answer in stretches that had the same segments linked, each behind the prompt that it is an answer to.
+
+    There is more than one where the request was retracted and a segment could not be linked again: the rest is an answer to the
+    prompt and the tokens so far, without that segment.
+    """
+    until = {s.start: s.until for s in answer.report.spans if s.until is not None}
+    for at, end in pairwise([0, *sorted(set(until.values())), len(answer.ids)]):
+        left = tuple(s for s in answer.linked if until.get(s[0], end) > at)
+        yield (
+            Prompt([*prompt.ids, *answer.ids[:at]], left, end - at, prompt.tenant, prompt.method),
+            _stretch(answer, at, end),
+        )
+
+
+def _stretch(answer: Answer, start: int, end: int) -> Answer:
+    rows = answer.logprobs
+    first = len(answer.ids) - len(rows)
+    return answer._replace(ids=answer.ids[start:end], logprobs=rows[max(start - first, 0) : max(end - first, 0)])
 
 
 class _Soak:

@@ -180,7 +180,7 @@ class LinkManager:
             # Nobody to wait for: what is there leaves holes too small for what is missing. Begin with an empty arena; if
             # nothing is left but what is pinned, do without a segment.
             if not self.store.invalidate(lambda a: not a.locks and not self.store.pinned(a)):
-                next(s for s in reversed(need) if found[s.key] is None).make_plain("declined", "arena_full")
+                self._decline(next(s for s in reversed(need) if found[s.key] is None), req, "arena_full")
             self.resolve(req)
             return
         if req in self._memory_queue:
@@ -269,8 +269,16 @@ class LinkManager:
                 total += size
         for s in need:
             if s.key in too_much:
-                s.make_plain("declined", "arena_full")
+                self._decline(s, req, "arena_full")
         return bool(too_much)
+
+    @staticmethod
+    def _decline(s: Segment, req: Any, reason: str) -> None:
+        link = link_of(req)
+        if link is not None and link.reported:
+            s.lose(reason, len(req.output_ids))
+        else:
+            s.make_plain("declined", reason)
 
     def _radix_hit(self, req: Any, link: Link) -> int:
         """Tokens of the prompt that the radix tree holds under the link's key (a probe: nothing is locked or copied)."""
@@ -352,7 +360,7 @@ class LinkManager:
                 if s.artifact is artifact:
                     s.artifact = None
                     self.store.unlock(artifact)
-                    s.make_plain("declined", "compile_failed")
+                    self._decline(s, req, "compile_failed")
         if self.sharing is not None:
             self.sharing.failed(artifact)
         self.store.discard(artifact)

@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from hypic.engine.request import Link, Segment, link_of
 from hypic.report import ELSEWHERE, HITS, Report, SpanReport
 
 
-class _FirstChunk(list[str]):
-    """What goes out with a request's first output, also if that holds no token (`max_new_tokens` 0).
+class _Reports(list[tuple[int, str]]):
+    """Reports of a request, each with the number of output tokens in front of it. The last that goes out counts.
 
-    SGLang sends the slice that belongs to the output tokens of each chunk.
+    SGLang sends the slice that belongs to the output tokens of each chunk; the first chunk may hold no token
+    (`max_new_tokens` 0).
     """
 
     def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, slice) and not key.start:
-            return list(self)
-        return super().__getitem__(key)
+        if not isinstance(key, slice):
+            return super().__getitem__(key)
+        start, stop, _ = key.indices(sys.maxsize)
+        return [text for at, text in self if start <= at < stop or at == start == 0]
 
 
 def settle_report(req: Any) -> None:
-    """At the first prefill of a request with a plan: count its outcomes and attach the report if it was asked for."""
+    """At the first prefill of a request with a plan: count its outcomes and attach the report if it was asked for.
+
+    At a later one, after a retraction: amend the report where segments could not be linked again.
+    """
     link = link_of(req)
-    if link is None or link.reported:
+    if link is None:
         return
-    link.reported = True
+    if link.report is not None:
+        _amend(req, link, link.report)
+        return
     link.radix_hit = link.layout.hit if link.layout is not None else len(req.prefix_indices)
-    report = build_report(link, len(req.origin_input_ids))
+    report = link.report = build_report(link, len(req.origin_input_ids))
     if link.manager is not None:
         metrics = link.manager.metrics
         for span in report.spans:
@@ -39,7 +47,18 @@ def settle_report(req: Any) -> None:
         if link.linked and not link.compile_only:
             metrics.tokens(report.reused_radix, report.reused_artifacts, report.recomputed)
     if link.spans.report:
-        req.customized_info = {**(req.customized_info or {}), "hypic": _FirstChunk([report.to_json()])}
+        req.customized_info = {**(req.customized_info or {}), "hypic": _Reports([(0, report.to_json())])}
+
+
+def _amend(req: Any, link: Link, report: Report) -> None:
+    told = {s.start: s for s in report.spans if s.kind == "segment"}
+    lost = [s for s in link.segments if s.until is not None and told[s.start].until is None]
+    for s in lost:
+        told[s.start].until, told[s.start].reason = s.until, s.reason
+        if link.manager is not None:
+            link.manager.metrics.fallback("retracted")
+    if lost and link.spans.report:
+        req.customized_info["hypic"].append((len(req.output_ids), report.to_json()))
 
 
 def build_report(link: Link, prompt_tokens: int) -> Report:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from hypic.artifact.store import Artifact
 from hypic.method import Method
 from hypic.plan import Interior, LinkLayout
-from hypic.report import Outcome
+from hypic.report import Outcome, Report
 from hypic.segment import RequestSpans, span_id
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class Segment:
         outcome: None until settled.
         artifact: locked by this request while not None.
         plain: computed like plain text in this request (too short, declined, or its compile failed).
+        until: tokens of the answer that were computed with its artifact, if it became plain after that.
     """
 
     start: int
@@ -62,6 +63,7 @@ class Segment:
     reason: str | None = None
     artifact: Artifact | None = None
     plain: bool = False
+    until: int | None = None
 
     @property
     def length(self) -> int:
@@ -73,6 +75,10 @@ class Segment:
 
     def make_plain(self, outcome: Outcome, reason: str | None = None) -> None:
         self.plain, self.outcome, self.reason = True, outcome, reason
+
+    def lose(self, reason: str, until: int) -> None:
+        """As :meth:`make_plain`, for a request that was linked before and retracted: its outcome stays what it was."""
+        self.plain, self.reason, self.until = True, reason, until
 
 
 @dataclass(eq=False)
@@ -95,9 +101,14 @@ class Link:
     """When its artifacts were last all there: from then on it waits for nothing but its turn."""
     timed: bool = False
     """The end of its (first) prefill was seen."""
-    reported: bool = False
+    report: Report | None = None
+    """Since the first admission: what the client is told."""
     radix_hit: int = 0
     """Tokens the radix tree held at the first admission."""
+
+    @property
+    def reported(self) -> bool:
+        return self.report is not None
 
     @property
     def seam_window(self) -> int:

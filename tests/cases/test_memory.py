@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from hypic.check.judge import Judge
-from hypic.check.session import Answer
+from hypic.check.judge import EXACT, Judge
+from hypic.check.session import Answer, Prompt, distance
+from hypic.check.soak import stretches
 from tests.cases.driving import PATIENCE, Driver, Writer, assert_equals_oracle, reasons
 
 LENGTH = 100
@@ -163,3 +164,39 @@ def test_11_a_retracted_request_resumes_with_the_same_tokens_and_counts(
     assert [a.outcomes for a in answers[:-1]] == [["hit_device", "compiled"], *[["hit_device", "waited"]] * 6]
     assert [a.cached_tokens for a in answers] == [engine.interior(known)] * 7 + [0]
     assert [a.report.reused_artifacts for a in answers] == [engine.interior(known)] * 7 + [0]
+
+
+def test_11_a_retracted_request_that_cannot_link_again_says_from_where_on(
+    tight: Driver, judge: Judge, write: Writer
+) -> None:
+    """Two of three segments come from the radix tree, and the arena does not hold all three: once the tree has lost them to
+    another request, one is plain. Both halves of the answer are exact, and the report tells them apart."""
+    documents = write.documents(3, 480)
+    turn = write.prompt(3, *documents[:2], 9, new_tokens=1)
+    prompt = Prompt(
+        [*turn.ids, *documents[2].ids, *write.tokens(7)],
+        [*turn.segments, (len(turn.ids), len(turn.ids) + len(documents[2]))],
+        new_tokens=200,
+    )
+    other = write.prompt(1650, new_tokens=1)
+
+    async def scene() -> tuple[Answer, Answer]:
+        began = asyncio.ensure_future(tight.answer(prompt))
+        await tight.until(lambda load: load.num_running_reqs == 1 and load.num_waiting_reqs == 0, "running")
+        waits = asyncio.ensure_future(tight.answer(other))  # there is no room for it beside the other
+        await tight.until(lambda load: load.num_waiting_reqs == 1, "waiting")
+        await tight.pause("retract")
+        await tight.resume()
+        return await began, await waits
+
+    tight.ask(turn)
+    answer, _ = tight.run(asyncio.wait_for(scene(), PATIENCE))
+    assert answer.retractions == 1
+    assert answer.outcomes == ["hit_radix", "hit_radix", "compiled"], reasons(answer)
+    assert reasons(answer) == [None, None, "arena_full"]
+    untils = [s.until for s in answer.report.spans if s.kind == "segment"]
+    assert untils[:2] == [None, None] and untils[2] is not None and 0 < untils[2] < len(answer.ids)
+    for asked, given in stretches(prompt, answer):
+        truth, linked = judge.link(tight, asked, given.ids)
+        assert linked == tuple(asked.segments)
+        assert distance(given, truth) <= EXACT

@@ -53,7 +53,7 @@ def test_metrics_are_documented() -> None:
 
 
 def test_reasons_are_documented() -> None:
-    scheduler = re.findall(r'"declined", "(\w+)"', (ROOT / "hypic" / "engine" / "manager.py").read_text())
+    scheduler = re.findall(r'(?:"declined"|, req), "(\w+)"\)', (ROOT / "hypic" / "engine" / "manager.py").read_text())
     assert {"prompt_end", "arena_full", "compile_failed"} <= set(scheduler)
     reasons = {*DECLINE_REASONS, *scheduler, *(name for name, _ in NATIVE_REASONS)}
     assert [reason for reason in sorted(reasons) if f"`{reason}`" not in OPERATIONS] == []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 import msgspec
@@ -17,6 +18,12 @@ from hypic.method import MethodError, parse_methods
 OFFICIAL_SEPARATOR = "<<PIC_SEP>>"
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30, "t": 10**12, "ti": 2**40}
+
+_OTHER_VARIABLES = {
+    "HYPIC_CPU", "HYPIC_CACHE", "HYPIC_API_KEY",
+    *(f"HYPIC_ROUTER_{name}" for name in ("BIND", "COSTS", "POLICY", "STATUS", "TOKEN")),
+}  # fmt: skip
+"""Read elsewhere."""
 
 
 class ConfigError(ValueError):
@@ -144,6 +151,16 @@ def from_env(env: Mapping[str, str] = os.environ) -> HypicConfig:
         except ConfigError as e:
             raise ConfigError(f"{var}={env[var]!r}: {e}") from None
     return HypicConfig(**values)
+
+
+def unread(env: Mapping[str, str] = os.environ) -> list[str]:
+    """HYPIC_* variables that nothing reads, each with the one that may be meant."""
+    known = {"HYPIC_" + name.upper() for name in HypicConfig.__struct_fields__} | _OTHER_VARIABLES
+    told = []
+    for name in sorted(n for n in env if n.startswith("HYPIC_") and n not in known):
+        meant = get_close_matches(name, known, n=1, cutoff=0.8)
+        told.append(name + (f" (did you mean {meant[0]}?)" if meant else ""))
+    return told
 
 
 def read_setting(name: str, raw: str) -> Any:

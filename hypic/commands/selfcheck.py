@@ -126,7 +126,7 @@ def _run(path: str | None, plan: Plan, console: Console) -> list[CheckResult]:
     """Results on the model at `path`, or on the tiny ones; each is told as it is there."""
     from hypic.check.selfcheck import check_model, default_models
 
-    results = []
+    results: list[CheckResult] = []
     with console.status("starting") as status:
         for name, model in [(path, path)] if path else default_models():
 
@@ -134,8 +134,10 @@ def _run(path: str | None, plan: Plan, console: Console) -> list[CheckResult]:
                 status.update(f"{name}: {what}" + (f" {done}/{of}" if of > 1 else ""))
 
             for result in check_model(name, model, plan, progress):
+                told = next((r for r in results if r.detail and (r.model, r.detail) == (result.model, result.detail)), None)
                 results.append(result)
-                console.print(f"{result.status:8}{name} {result.name} {result.detail}", highlight=False, markup=False)
+                detail = f"as {told.name}" if told else result.detail
+                console.print(f"{result.status:8}{name} {result.name} {detail}", highlight=False, markup=False)
     return results
 
 

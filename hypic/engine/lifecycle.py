@@ -17,7 +17,7 @@ import zmq
 
 from hypic.artifact.arena import Arena
 from hypic.artifact.store import ArtifactStore
-from hypic.config import HypicConfig, from_env
+from hypic.config import HypicConfig, from_env, unread
 from hypic.engine import audit, keys, model, support
 from hypic.engine.forward import LinkRuntime
 from hypic.engine.manager import LinkManager
@@ -42,6 +42,8 @@ def check_server_args(_: Any, args: Any) -> None:
     from hypic.engine.plugin import require_applied
 
     require_applied()
+    if unknown := unread():
+        logger.warning("hypic: ignored environment variables that it does not have: %s", ", ".join(unknown))
     support.check_server_args(args, from_env())
 
 

@@ -31,6 +31,8 @@ class EngineMetrics:
         self._segments = counter("segments_total", "Segments by outcome", "outcome", "reason")
         self._tokens = counter("tokens_total", "Prompt tokens of linked requests by how they came to be", "kind")
         self._fallbacks = counter("fallbacks_total", "Segments or requests served natively, by reason", "reason")
+        for reason in ("arena_full", "compile_failed", "malformed", "retracted"):  # shown as 0 before the first one
+            self._fallbacks.labels(**labels, reason=reason)
         self._shared = counter("shared_artifacts_total", "Artifacts from, for and to other workers", "way", "outcome")
         self._shared_bytes = counter("shared_bytes_total", "Bytes of artifacts received from other workers")
         self._evicted = counter("evictions_total", "Artifacts evicted from the arena")

@@ -310,6 +310,12 @@ def test_other_cache_controls_are_ignored(chat: Callable[..., Chat], odd: Any) -
     assert adapted == c.stock(messages, tools=tools)
 
 
+@pytest.mark.parametrize("odd", ["Segment", "segments", " segmnt", "SEGMENT"])
+def test_a_misspelt_mark_is_an_error(chat: Callable[..., Chat], odd: str) -> None:
+    with pytest.raises(BadRequest, match=f"no type '{odd}'; did you mean 'segment'"):
+        chat("parts").convert([user(part("a", cache_control={"type": odd}), part("Q"))])
+
+
 def test_same_document_twice(chat: Callable[..., Chat]) -> None:
     adapted, segments, _ = chat("parts").convert([user(part("Doc.", **SEGMENT), part("Doc.", **SEGMENT), part("Q"))])
     (a, b) = adapted.handover.tokens[0]

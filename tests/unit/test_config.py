@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hypic.config import ConfigError, HypicConfig, from_env, parse_bytes
+from hypic.config import ConfigError, HypicConfig, from_env, parse_bytes, unread
 from hypic.method import DUMMIES, Method, dummy_token, parse_methods
 
 configs = st.builds(
@@ -103,3 +103,15 @@ def test_methods_of_a_server() -> None:
 def test_dummies_are_the_token_that_begins_texts(tokens: Any, dummy: int) -> None:
     names = (f"{name}_token_id" for name in ("bos", "pad", "eos"))
     assert dummy_token(SimpleNamespace(**dict(zip(names, tokens, strict=True)))) == dummy
+
+
+def test_variables_that_nothing_reads() -> None:
+    env = {
+        "HYPIC_SEAM_WINDWO": "4", "HYPIC_MEMROY": "1GiB", "HYPIC_STUFF_OF_MINE": "1", "HYPIC_SEAM_WINDOW": "4",
+        "HYPIC_ROUTER_TOKEN": "x", "PATH": "y",
+    }  # fmt: skip
+    assert unread(env) == [
+        "HYPIC_MEMROY (did you mean HYPIC_MEMORY?)",
+        "HYPIC_SEAM_WINDWO (did you mean HYPIC_SEAM_WINDOW?)",
+        "HYPIC_STUFF_OF_MINE",
+    ]

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
+from hypic.engine.http.options import BadRequest
 from hypic.engine.http.sentinel import Close, Item, Open, Sentinels, plain_text
 from hypic.segment import Piece, split_at
+
+_SEGMENT = "segment"
 
 
 class Place(NamedTuple):
@@ -129,6 +133,13 @@ class Marks:
 
 
 def is_segment(marked: Any) -> bool:
-    """Whether a part, message or tool carries ``"cache_control": {"type": "segment"}``; anything else is ignored."""
+    """Whether a part, message or tool carries ``"cache_control": {"type": "segment"}``; anything else is ignored.
+
+    Raises:
+        BadRequest: what is there is nearly that.
+    """
     control = getattr(marked, "cache_control", None)
-    return isinstance(control, dict) and control.get("type") == "segment"
+    kind = control.get("type") if isinstance(control, dict) else None
+    if kind != _SEGMENT and isinstance(kind, str) and get_close_matches(kind.strip().lower(), [_SEGMENT], cutoff=0.75):
+        raise BadRequest(f"cache_control: no type {kind!r:.40}; did you mean {_SEGMENT!r}?")
+    return bool(kind == _SEGMENT)

@@ -134,7 +134,9 @@ def _run(path: str | None, plan: Plan, console: Console) -> list[CheckResult]:
                 status.update(f"{name}: {what}" + (f" {done}/{of}" if of > 1 else ""))
 
             for result in check_model(name, model, plan, progress):
-                told = next((r for r in results if r.detail and (r.model, r.detail) == (result.model, result.detail)), None)
+                told = next(
+                    (r for r in results if r.detail and (r.model, r.detail) == (result.model, result.detail)), None
+                )
                 results.append(result)
                 detail = f"as {told.name}" if told else result.detail
                 console.print(f"{result.status:8}{name} {result.name} {detail}", highlight=False, markup=False)

@@ -96,8 +96,7 @@ def examine(args: list[str], config: HypicConfig) -> Findings:
 
 def _model(argv: list[str], path: str, config: HypicConfig, found: Findings, cpu: bool) -> ModelFinding:
     """The model that ``argv`` names; marks in ``found`` the refused flags that ``argv`` holds."""
-    from sglang.srt.server_args import prepare_server_args
-
+    from hypic.commands.serve import read_server_args
     from hypic.doctor.findings import ModelFinding
     from hypic.doctor.model import examine as examine_model
     from hypic.engine.hook import UnsupportedSGLang
@@ -106,7 +105,7 @@ def _model(argv: list[str], path: str, config: HypicConfig, found: Findings, cpu
     model = ModelFinding(path=path)
     assert found.platform is not None
     try:
-        server_args = prepare_server_args(argv)
+        server_args = read_server_args(argv)
         examine_model(model, server_args, config, found.platform.memory_free, cpu)
     except Unsupported as error:
         model.problems.append(str(error))

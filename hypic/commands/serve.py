@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
@@ -226,6 +227,30 @@ def prepare_environment(config: HypicConfig, argv: Sequence[str], cpu: bool, env
         set_environment(environ, flag_value(argv, "--dtype"))
 
 
+def read_server_args(argv: list[str]) -> Any:
+    """SGLang's ServerArgs for its flags.
+
+    A server without a tokenizer takes token ids of text alone. A model that could see is then served without its vision tower,
+    for which SGLang would want files of an image processor that a folder with nothing but a config.json lacks; its own flag can
+    only switch the tower on.
+    """
+    from sglang.srt.server_args import ServerArgs, prepare_server_args
+
+    if "--skip-tokenizer-init" not in argv or "--enable-multimodal" in argv:
+        return prepare_server_args(argv)
+    theirs = ServerArgs.add_cli_args
+
+    def add_cli_args(parser: argparse.ArgumentParser) -> None:
+        theirs(parser)
+        parser.set_defaults(enable_multimodal=False)
+
+    ServerArgs.add_cli_args = staticmethod(add_cli_args)
+    try:
+        return prepare_server_args(argv)
+    finally:
+        ServerArgs.add_cli_args = staticmethod(theirs)
+
+
 def run_server(argv: list[str], cpu: bool) -> None:
     """What ``sglang serve`` does for a language model: load plugins, parse, serve until stopped."""
     if cpu and not {"-h", "--help"} & set(argv):
@@ -235,7 +260,6 @@ def run_server(argv: list[str], cpu: bool) -> None:
     try:
         from sglang.launch_server import run_server as run_sglang
         from sglang.srt.plugins import load_plugins
-        from sglang.srt.server_args import prepare_server_args
         from sglang.srt.utils import kill_process_tree
     except ModuleNotFoundError as error:
         raise ServeError(_NO_SGLANG.format(missing=error.name)) from error
@@ -244,7 +268,7 @@ def run_server(argv: list[str], cpu: bool) -> None:
 
     load_plugins()
     try:
-        server_args = prepare_server_args(argv)
+        server_args = read_server_args(argv)
     except (UnsupportedSGLang, Unsupported) as error:
         raise ServeError(str(error)) from error
     try:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from hypic.check.engines import running_engine
+from hypic.commands.serve import read_server_args
 from hypic.config import HypicConfig
 from hypic.engine.http.inprocess import generate
 from hypic.engine.support import REFUSALS, Refusal, Unsupported, check_methods, check_server_args
@@ -79,6 +80,13 @@ def with_flags(tiny_model: Callable[[str], Path]) -> Parse:
         return args
 
     return parse
+
+
+def test_without_a_tokenizer_no_image_processor_is_wanted(with_flags: Parse, tiny_model: Callable[[str], Path]) -> None:
+    """Shapes under models/shapes are a config alone, and SGLang's flag can only switch its vision tower on."""
+    argv = ["--model-path", str(tiny_model("qwen35"))]
+    assert read_server_args([*argv, "--skip-tokenizer-init"]).enable_multimodal is False
+    assert read_server_args(argv).enable_multimodal is not False, "and the next one is as ever"
 
 
 @pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.flag)

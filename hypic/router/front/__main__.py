@@ -20,7 +20,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from hypic.commands.flags import take_hypic_flags
-from hypic.commands.serve import ServeError, flag_value, prepare_environment, sglang_argv, wants_cpu
+from hypic.commands.serve import (
+    ServeError,
+    flag_value,
+    prepare_environment,
+    read_server_args,
+    sglang_argv,
+    wants_cpu,
+)
 from hypic.config import ConfigError, HypicConfig, from_env
 from hypic.engine.http.trusted import VARIABLE as TOKEN
 from hypic.router.costs import CostsError, read_costs
@@ -57,14 +64,12 @@ def serve(argv: list[str], config: HypicConfig) -> None:
     from hypic.engine.support import Unsupported
 
     load_plugins()  # before http_server is imported: its request models are extended
-    from sglang.srt.server_args import prepare_server_args
-
     # SGLang's metrics are its workers'; ours are always there. There is nothing here to warm up.
     argv = [*(word for word in argv if word != "--enable-metrics"), "--skip-server-warmup"]
     if flag_value(argv, QUIET) is None:
         argv += [QUIET, "/workers", "/health", "/metrics"]
     try:
-        server_args = prepare_server_args(argv)
+        server_args = read_server_args(argv)
     except (UnsupportedSGLang, Unsupported) as error:
         raise ServeError(str(error)) from error
     run(server_args, config)

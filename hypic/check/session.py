@@ -183,8 +183,7 @@ class Session:
 
     def method(self, name: str = "") -> Method:
         """A caching method of the session; its default for ""."""
-        methods = parse_methods(self.config.methods, self.config.seam_window)
-        return methods[name] if name else next(iter(methods.values()))
+        return method_of(self.config, name)
 
     def abort(self, rid: str) -> None:
         """What SGLang does when a client disconnects."""
@@ -328,6 +327,12 @@ def _activate_here() -> None:
         plugin.activate()
         HookRegistry.apply_hooks()
     plugin.require_applied()
+
+
+def method_of(config: HypicConfig, name: str = "") -> Method:
+    """A caching method by its name; the configuration's default for ""."""
+    methods = parse_methods(config.methods, config.seam_window)
+    return methods[name] if name else next(iter(methods.values()))
 
 
 def watched_ids(vocab_size: int) -> list[int]:

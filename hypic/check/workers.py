@@ -16,8 +16,18 @@ import msgspec
 from hypic.check.checks import assemble, check_p4, explain, tokens
 from hypic.check.judge import Judge
 from hypic.check.result import CheckResult, failed
-from hypic.check.session import ANSWER_TIMEOUT, Answer, Prompt, SessionError, distance, read_answer, watched_ids
+from hypic.check.session import (
+    ANSWER_TIMEOUT,
+    Answer,
+    Prompt,
+    SessionError,
+    distance,
+    method_of,
+    read_answer,
+    watched_ids,
+)
 from hypic.config import HypicConfig
+from hypic.method import Method
 from hypic.router.launch.plan import LaunchError
 from hypic.router.launch.running import running
 
@@ -54,6 +64,10 @@ class Endpoint:
                 return await asyncio.gather(*(self._post(client, "/generate", self._body(p)) for p in prompts))
 
         return [read_answer(out) for out in asyncio.run(together())]
+
+    def method(self, name: str = "") -> Method:
+        """A caching method of its processes; their default for ""."""
+        return method_of(self.config, name)
 
     def get(self, path: str) -> Any:
         async def get() -> Any:
@@ -111,7 +125,7 @@ def check_workers(
     progress(f"starting {workers} workers", 0, 1)
     try:
         with running(["--model-path", str(model), *argv, *settings], workers, "round_robin") as url:
-            vocab, dtype = _model_facts(Path(model))
+            vocab, dtype = model_facts(Path(model))
             cluster = Endpoint(url, config, vocab, dtype)
             info = cluster.get("/server_info")
             cluster.dtype = {"auto": dtype}.get(info["dtype"], info["dtype"])
@@ -177,7 +191,7 @@ def check_p3_across(
     return tally.result()
 
 
-def _model_facts(model: Path) -> tuple[int, str]:
+def model_facts(model: Path) -> tuple[int, str]:
     """Vocabulary and type of a model in a folder. Raises ValueError."""
     try:
         config = json.loads((model / "config.json").read_text())

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from hypic.commands.flags import setting, take_hypic_flags
 from hypic.commands.serve import ServeError, timed_argv, wants_cpu
 from hypic.config import ConfigError, HypicConfig, from_env
+from hypic.traces.engines import read_engine
 from hypic.traces.figures import Slo
 from hypic.traces.format import TraceError, TraceRequest, write
 from hypic.traces.generate import generate as draw_requests
@@ -28,7 +29,6 @@ from hypic.traces.spec import read_spec
 from hypic.traces.summary import Capacity, Summary, summarise
 
 TABLE_WIDTH = 150
-ENGINES = ("hypic", "prefix", "none")
 
 
 def replay(
@@ -48,8 +48,15 @@ def replay(
         ),
     ] = None,
     engines: Annotated[
-        str, typer.Option(help="hypic, prefix (stock SGLang), none (stock without its radix cache).")
-    ] = ",".join(ENGINES),
+        str,
+        typer.Option(
+            help="hypic, prefix (stock SGLang), none (stock without its radix cache); cluster:N (hypic launch) and prefix:N (so "
+            "many stock servers, each prompt where its prefix is or, with prefix:N:round_robin, to one after the other)."
+        ),
+    ] = "hypic,prefix,none",
+    stagger: Annotated[
+        bool, typer.Option("--stagger", help="cluster:N, prefix:N: load weights in one server at a time (host memory).")
+    ] = False,
     url: Annotated[
         str | None, typer.Option(help="Replay on this server (OpenAI API) instead of starting engines.")
     ] = None,
@@ -153,7 +160,7 @@ def replay(
         raise typer.BadParameter(str(e)) from None
     _replay(
         plan, used, name, space, config, rest, cpu, wanted, url, console, began + budget if budget else None, out, resume,
-        {"hypic": marks, "flush": flush, "vocab": vocab, "model": served_model}, not no_selfcheck, as_json,
+        {"hypic": marks, "flush": flush, "vocab": vocab, "model": served_model}, not no_selfcheck, stagger, as_json,
     )  # fmt: skip
 
 
@@ -173,6 +180,7 @@ def _replay(
     resume: bool,
     server: dict[str, Any],
     selfcheck: bool,
+    stagger: bool,
     as_json: bool,
 ) -> None:
     from hypic.bench.runner import BenchError
@@ -206,7 +214,8 @@ def _replay(
             if url is not None:
                 replay_url(result, used, url, key=os.environ.get("OPENAI_API_KEY"), **server, **reports)
             else:
-                replay(result, used, argv, config, engines=engines, cpu=cpu, selfcheck=selfcheck, **reports)
+                how: dict[str, Any] = {"cpu": cpu, "selfcheck": selfcheck, "stagger": stagger}
+                replay(result, used, argv, config, engines=engines, **how, **reports)
     except (BenchError, ReplayError, RuntimeError, OSError) as e:
         console.print(f"hypic replay: {e}", style="red", markup=False)
         raise typer.Exit(1) from None
@@ -295,9 +304,12 @@ def _model(args: list[str], url: str | None) -> tuple[list[str], bool]:
 
 
 def _engines(text: str) -> list[str]:
-    names = [n.strip() for n in text.split(",") if n.strip()]
-    if not names or not set(names) <= set(ENGINES):
-        raise typer.BadParameter(f"--engines {text!r}: known are {', '.join(ENGINES)}")
+    names = [n.strip() for n in text.split(",")]
+    try:
+        for name in names:
+            read_engine(name)
+    except ValueError as e:
+        raise typer.BadParameter(f"--engines {text!r}: {e}") from None
     return names
 
 

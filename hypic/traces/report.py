@@ -92,13 +92,22 @@ def _rates(result: ReplayResult) -> Table:
     found = {e.name: e.highest for e in result.engines if e.search_end == FOUND}
     for engine in result.engines:
         own = engine.highest
-        other = [found.get(name) if engine.name in found else None for name in ("prefix", "none")]
+        other = [_base(engine.name, name, found) if engine.name in found else None for name in ("prefix", "none")]
         ratios = [f"{own / o:.2f}x" if own and o else "" for o in other]  # an unfinished search has no ratio
         there = [r for r in engine.runs if r.passed and r.qps == own]
         saved = _percent(there[-1].figures.cached) if there else ""
         kept, lost = (f"{q:.2f}" if q else "-" for q in (own, engine.failed))
         table.add_row(engine.name, kept, lost, *ratios, saved, engine.search_end or "cut short")
     return table
+
+
+def _base(engine: str, name: str, found: dict[str, float | None]) -> float | None:
+    """The rate of what an engine is held against: as many servers, the best way of placing prompts on them."""
+    _, several, rest = engine.partition(":")
+    if not several:
+        return found.get(name)
+    rates = [rate for n, rate in found.items() if rate and n.split(":")[:2] == [name, rest.split(":")[0]]]
+    return max(rates, default=None)
 
 
 def _at(quantiles: Quantiles, *names: str) -> list[str]:

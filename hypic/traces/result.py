@@ -65,7 +65,8 @@ class EngineReplay(msgspec.Struct, kw_only=True):
     """All runs on one engine.
 
     Attributes:
-        name: "hypic", "prefix" (stock SGLang), "none" (stock without its radix cache), or "url".
+        name: "hypic", "prefix" (stock SGLang), "none" (stock without its radix cache), "cluster:8", "prefix:8" (independent
+            servers), or "url".
         highest, failed, search_end: of the search: the highest rate that passed, the lowest that failed, why it ended.
         cut_short: the budget ended before all runs were made.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import shlex
@@ -24,6 +25,7 @@ from hypic.config import HypicConfig
 from hypic.platform_cpu import CPU_MODE
 from hypic.platform_cpu.defaults import set_environment
 from hypic.traces.child import PROGRESS, RESULT, Order, Progress
+from hypic.traces.engines import read_engine
 from hypic.traces.format import TraceRequest, write
 from hypic.traces.prompts import PromptMaker
 from hypic.traces.result import EngineReplay, Plan, ReplayResult
@@ -31,10 +33,11 @@ from hypic.traces.session import Session
 from hypic.traces.summary import Capacity, summarise
 from hypic.traces.targets import HttpTarget
 
-ENGINES = ("hypic", "prefix", "none")
 NO_CACHE = "--disable-radix-cache"
 STOP_SECONDS = 20
 """How long before the end of the budget an engine has to stop, and how long after that it is killed."""
+END_SECONDS = 45
+"""For several servers to end once they are told to."""
 
 Say = Callable[[str], None]
 Tick = Callable[[str, Progress], None]
@@ -75,6 +78,7 @@ def replay(
     engines: Sequence[str],
     cpu: bool,
     selfcheck: bool,
+    stagger: bool,
     deadline: float | None,
     out: Path | None,
     say: Say,
@@ -84,6 +88,7 @@ def replay(
     """Fill `result.engines`; of those that are there already, an engine that was cut short goes on if it is asked for.
 
     Args:
+        engines: names (`hypic.traces.engines`). stagger: several servers load their weights one after the other.
         deadline: `time.time()` at which all must have ended; each engine gets an equal share of what is left when it starts.
         keep: gets the result after every run.
 
@@ -95,7 +100,7 @@ def replay(
         set_environment(environ, flag_value(argv, "--dtype"))
     before = {e.name: e for e in result.engines}
     todo = [name for name in engines if name not in before or before[name].cut_short]
-    if selfcheck and "hypic" in todo:
+    if selfcheck and any(read_engine(name).hypic for name in todo):
         result.selfcheck = check_first(argv, environ | config.to_env(), say)
     with tempfile.TemporaryDirectory(prefix="hypic-replay-") as scratch:
         file = Path(scratch) / "requests.jsonl"
@@ -105,8 +110,8 @@ def replay(
             if deadline is not None:
                 end = time.time() + (deadline - time.time()) / (len(todo) - i)
             stop, folder = end and end - STOP_SECONDS, str(out) if out else None
-            order = Order(name, str(file), result.plan, stop, folder, before.get(name))
-            env = environ | (config.to_env() if name == "hypic" else {"HYPIC_ENABLED": "0"})
+            order = Order(name, str(file), result.plan, stop, folder, before.get(name), stagger)
+            env = environ | (config.to_env() if read_engine(name).hypic else {"HYPIC_ENABLED": "0"})
             flags = [*argv, NO_CACHE] if name == "none" and NO_CACHE not in argv else argv
             _engine(order, flags, env, end, result, say, tick, keep)
 
@@ -153,7 +158,11 @@ def _engine(
 
 
 def _kill(child: subprocess.Popen[str]) -> None:
-    """End the child and the processes of its engine."""
+    """End the child and the processes of its engine; servers that it started it ends itself, as they may hold GPUs."""
+    if child.poll() is None:
+        child.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(END_SECONDS)
     try:
         os.killpg(child.pid, signal.SIGKILL)
     except ProcessLookupError:

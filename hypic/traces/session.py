@@ -167,7 +167,7 @@ class Session:
         if self._out:
             encoder = msgspec.json.Encoder()
             lines = [encoder.encode(o) for o in played.outcomes]
-            (self._out / f"{self.result.name}-{number}.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+            (self._out / f"{self.result.name.replace(':', '-')}-{number}.jsonl").write_bytes(b"\n".join(lines) + b"\n")
         self._keep(self.result)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from hypic.bench.scatter import ask
-from hypic.check.judge import Judge
-from hypic.check.session import Prompt
+from hypic.check.judge import EXACT, Judge
+from hypic.check.session import Prompt, distance
 from hypic.check.workers import Endpoint, check_p3_across
 from hypic.config import HypicConfig
 from tests.cases.driving import Writer
@@ -222,6 +222,11 @@ def test_a_benchmark_and_the_self_check_on_it(
         Endpoint(url, HypicConfig(), 1536, "float32")
         for url in (cluster.url, *(w["http"] for w in cluster.workers().values()))
     ]
-    found = check_p3_across(ends[0], ends[1:], Judge("qwen35", str(model), 1), seed=1, rounds=1, lengths=(600,) * 6)
+    judge = Judge("qwen35", str(model), 1)
+    found = check_p3_across(ends[0], ends[1:], judge, seed=1, rounds=1, lengths=(600,) * 6)
     assert found.passed, found.detail
     assert found.n == 2 and "received" in found.detail
+    layout = long_prompt(write, 3, 100)
+    answer = ends[0].ask(layout)
+    truth, linked = judge.link(ends[0], layout, answer.ids)  # type: ignore[arg-type]
+    assert answer.linked == linked and distance(answer, truth) < EXACT, "as P4 does"

@@ -16,6 +16,7 @@ from hypic.config import HypicConfig
 _FRONT_ONLY = ("--host", "--port", "--fastapi-root-path", "--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs")
 """SGLang's flags that say how the endpoint is reached: workers are reached by their router alone, on this host."""
 _WORKER_ONLY = ("--base-gpu-id", "--gpu-id-step", "--nccl-port", "--dist-init-addr", "--nnodes", "--node-rank")
+TP_FLAGS = ("--tp", "--tp-size", "--tensor-parallel-size")
 LOCAL = "127.0.0.1"
 
 
@@ -80,11 +81,11 @@ def processes(layout: Layout, folder: Path, token: str, environ: Mapping[str, st
     host, port = _value(layout.argv, "--host") or LOCAL, _value(layout.argv, "--port") or "30000"
     front = Process(
         "router",
-        (sys.executable, "-m", "hypic.router.front", *_without(layout.argv, _WORKER_ONLY)),
+        (sys.executable, "-m", "hypic.router.front", *without(layout.argv, _WORKER_ONLY)),
         front_env,
         f"http://{LOCAL if host == '0.0.0.0' else host}:{port}",
     )
-    argv = _without(layout.argv, (*_FRONT_ONLY, "--base-gpu-id"))
+    argv = without(layout.argv, (*_FRONT_ONLY, "--base-gpu-id"))
     first = int(_value(layout.argv, "--base-gpu-id") or 0)
     out = []
     for i, worker_port in enumerate(free_ports(layout.workers)):
@@ -136,7 +137,7 @@ def _value(argv: Sequence[str], flag: str) -> str | None:
     return flag_value(argv, flag)
 
 
-def _without(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
+def without(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
     """`argv` without these flags and their values."""
     out, words = [], iter(argv)
     for word in words:

@@ -7,10 +7,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from hypic.router.launch.plan import LOCAL, LaunchError, free_ports
 from hypic.router.launch.supervisor import get_json
@@ -33,20 +37,55 @@ def running(
     """
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "hypic", "launch", *argv, "--workers", str(workers), "--policy", policy, *options]
-    with tempfile.NamedTemporaryFile("w+", prefix="hypic-launch-", suffix=".log", delete=False) as log:
+    with terminable(), tempfile.NamedTemporaryFile("w+", prefix="hypic-launch-", suffix=".log", delete=False) as log:
         process = subprocess.Popen([*command, "--port", str(port)], stdout=log, stderr=log, env=os.environ)
         url, deadline = f"http://{LOCAL}:{port}", time.monotonic() + start_seconds
         try:
             while get_json(f"{url}/health") != {"workers": workers}:
                 if process.poll() is not None or time.monotonic() > deadline:
-                    end = Path(log.name).read_text(errors="replace")[-3000:]
-                    raise LaunchError(f"{workers} workers did not come up; {log.name} ends with\n{end}")
+                    raise LaunchError(
+                        f"{workers} workers did not come up; {log.name} ends with\n{log_end(Path(log.name))}"
+                    )
                 time.sleep(0.2)
             yield url
         finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            end([process])
     os.unlink(log.name)
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM leaves the block as Ctrl-C does: servers that it started must not outlive it, as they hold GPUs."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def end(processes: Sequence[subprocess.Popen[Any]], seconds: float = STOP_SECONDS) -> None:
+    """SIGTERM, and for what does not end in time, SIGKILL, with all that it started."""
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            for one in (*psutil.Process(process.pid).children(recursive=True), process):
+                try:
+                    one.kill()
+                except psutil.NoSuchProcess:
+                    continue
+            process.wait()
+
+
+def log_end(path: Path, size: int = 3000) -> str:
+    return path.read_text(errors="replace")[-size:]

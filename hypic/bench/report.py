@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from rich.table import Table
 
-from hypic.bench import scatter
+from hypic.bench import scatter_report
 from hypic.bench.result import BenchResult, EngineRun, Timing
 from hypic.bench.suites import KERNELS
 from hypic.bench.workload import Workload
@@ -44,7 +44,9 @@ def tables(result: BenchResult) -> Iterator[Table]:
     for suite in dict.fromkeys(t.suite for e in result.engines for t in e.timings):
         yield _kernels_table(result) if suite == KERNELS else _suite_table(suite, result)
     if result.scatter is not None:
-        yield scatter.table(result.scatter, Workload(**result.workload))
+        work = Workload(**result.workload)
+        yield scatter_report.table(result.scatter, work)
+        yield scatter_report.verdict_table(result.scatter, work)
     if result.fit:
         table = Table(title="TTFT of a warm link in ms, fitted to the points of the scale suite")
         for name in result.fit:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from hypic.bench.scatter import ScatterResult
+from hypic.bench.scatter_result import ScatterResult
 
 
 class Timing(msgspec.Struct, kw_only=True):

@@ -18,7 +18,9 @@ from hypic.bench.kernels import compile_milliseconds
 from hypic.bench.provenance import machine, versions
 from hypic.bench.report import fit
 from hypic.bench.result import BenchResult, EngineRun
-from hypic.bench.scatter import ScatterResult, run_scatter
+from hypic.bench.scatter import Bench, run_scatter
+from hypic.bench.scatter_report import reckon
+from hypic.bench.scatter_result import ScatterResult
 from hypic.bench.suites import KERNELS, SCATTER, Plan
 from hypic.commands.serve import flag_value
 from hypic.config import HypicConfig
@@ -98,28 +100,44 @@ def run_bench(
         result.artifact_share = spent / cold[0] if spent and cold else None
         keep(result)
     if SCATTER in plan.suites:
-        result.scatter = _scatter(plan, argv, config, ours, say)
-        keep(result)
+        if "stock" in engines:
+            plan = msgspec.structs.replace(plan, scatter=msgspec.structs.replace(plan.scatter, stock=True))
+
+        def kept(found: ScatterResult) -> None:
+            result.scatter = found
+            keep(result)
+
+        _scatter(plan, argv, config, ours, cpu, say, kept)
     return result
 
 
 def _scatter(
-    plan: Plan, argv: list[str], config: HypicConfig, env: Mapping[str, str], say: Callable[[str], None]
-) -> ScatterResult:
-    """Raises BenchError."""
+    plan: Plan,
+    argv: list[str],
+    config: HypicConfig,
+    env: Mapping[str, str],
+    cpu: bool,
+    say: Callable[[str], None],
+    keep: Callable[[ScatterResult], None],
+) -> None:
+    """Raises BenchError: the cluster did not come up. What it had timed until then is kept."""
+    from hypic.bench.agreement import compare
+    from hypic.check.workers import model_facts
     from hypic.router.launch.plan import LaunchError
 
-    config_file = Path(flag_value(argv, "--model-path") or "") / "config.json"
-    try:
-        found = json.loads(config_file.read_text())
-        vocab = int((found.get("text_config") or found)["vocab_size"])
-    except (OSError, ValueError, KeyError) as e:
-        raise BenchError(f"{config_file}: no vocab_size: {e!r}") from None
+    model, work = Path(flag_value(argv, "--model-path") or ""), plan.workload
+
+    def kept(found: ScatterResult) -> None:
+        reckon(found, work)
+        keep(found)
+
     before = dict(os.environ)
     os.environ.update(env)
     try:
-        return run_scatter(plan.workload, argv, plan.workers, vocab=vocab, say=say)
-    except (LaunchError, RuntimeError, OSError) as e:
+        bench = Bench(work, plan.scatter, model_facts(model)[0], say, kept)
+        run_scatter(bench, argv, cpu, lambda url: compare(url, work, plan.scatter, model, config))
+        kept(bench.result)
+    except (LaunchError, RuntimeError, OSError, ValueError) as e:
         raise BenchError(f"scatter: {e}") from None
     finally:
         os.environ.clear()

@@ -1,86 +1,51 @@
 """Cold prompts on 1 to N workers behind a router: what segment parallelism gives, and what it is made of.
 
 TTFT is from sending the request to the endpoint until its first chunk, on a connection of its own; the rest comes from the
-timeline in its report. Each repetition has documents that no worker has seen.
+timeline in its report. Each repetition has documents that no worker has seen. Stock SGLang gets prompts of the same shapes over
+HTTP, too, on one GPU and, if that is asked for, on several (TP).
 """
 
 from __future__ import annotations
 
 import http.client
 import json
-import statistics
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
-from rich.table import Table
 
+from hypic.bench.scatter_result import Agreement, Sample, Scatter, ScatterResult, ScatterRun, StockRun
 from hypic.bench.workload import Prompts, Workload
 from hypic.router.costs import Costs
 from hypic.router.launch.running import running
+from hypic.router.launch.stock import stock_servers
 from hypic.router.launch.supervisor import get_json
-from hypic.router.schedule import lower_bound
-from hypic.router.simulate import Request, simulate
 
 POLICIES = ("lpt", "round_robin")
 WORKLOADS = ("equal", "uneven")
 _UNEVEN = (0.25, 0.5, 0.75, 1.0)
 """Lengths of all segments but the first, as shares of the workload's; the first has four times that."""
-_WARM_UP = 3
-"""Prompts before those that count: speeds and rates are measured, kernels are tuned."""
+_WARM_UP = (3, 2)
+"""Prompts before those that count, for the first case of a number of workers and for others: rates get measured."""
+_FEW = 3
+"""Repetitions at most of all lengths but the first."""
+_STOCK_SHARE = 0.2
+"""Of what is left of the budget, kept for each stock engine."""
+NO_ALLREDUCE_FUSION = "--enforce-disable-flashinfer-allreduce-fusion"
+"""SGLang switches that on for TP; what FlashInfer makes for it may use NVLink multicast, which can put a shared host's GPUs out
+of service."""
 
 
-class Sample(msgspec.Struct, kw_only=True):
-    """One cold prompt, in milliseconds.
+class Case(NamedTuple):
+    """One line of the table."""
 
-    Attributes:
-        ttft: at the client. forwarded: until the router let it go to its worker.
-        compile: from the first compile's begin to the last one's end. exposed: from then to the last artifact's arrival. link:
-            from then to the first token at the router.
-        workers: how many compiled for it.
-        timeline: as in its report.
-    """
-
-    ttft: float
-    forwarded: float
-    compile: float
-    exposed: float
-    link: float
-    workers: int
-    timeline: dict[str, Any]
-
-
-class ScatterRun(msgspec.Struct, kw_only=True):
-    """One number of workers and one policy at one workload.
-
-    Attributes:
-        predicted: TTFT in ms by the simulation from this benchmark's own costs.
-        ideal: T_compile / N + T_link, both of one worker; None without that.
-        makespan_bound: no schedule compiles sooner, by the speed of one worker.
-    """
-
-    workers: int
-    policy: str
+    segments: int
     workload: str
-    segments: list[int]
-    samples: list[Sample]
-    predicted: float | None = None
-    ideal: float | None = None
-    makespan_bound: float | None = None
-
-    def median(self, field: str) -> float:
-        return statistics.median(getattr(s, field) for s in self.samples)
-
-
-class ScatterResult(msgspec.Struct, kw_only=True):
-    """All of it, and the costs that were measured on the way: a file for `hypic simulate` and `hypic launch --costs`."""
-
-    runs: list[ScatterRun]
-    costs: Costs | None = None
+    policy: str
+    workers: int
 
 
 def lengths(work: Workload, name: str) -> list[int]:
@@ -91,59 +56,167 @@ def lengths(work: Workload, name: str) -> list[int]:
     return [4 * work.segment_tokens, *rest]
 
 
-def run_scatter(
-    work: Workload,
-    argv: Sequence[str],
-    workers: Sequence[int],
-    policies: Sequence[str] = POLICIES,
-    workloads: Sequence[str] = WORKLOADS,
-    vocab: int = 1000,
-    say: Callable[[str], None] = print,
-) -> ScatterResult:
-    """One cluster of the largest number of workers; for smaller ones the others are drained.
+def cases(work: Workload, plan: Scatter) -> Iterator[Case]:
+    """What is timed on the cluster, the most important first, as time may run out."""
+    for policy in POLICIES:
+        for workload in WORKLOADS:
+            for count in plan.counts or (work.segments,):
+                for n in sorted(set(plan.workers)):
+                    if n > 1 or policy == POLICIES[0]:
+                        yield Case(count, workload, policy, n)
+
+
+class Bench:
+    """Fills a ScatterResult.
+
+    Args:
+        vocab: token ids are below it.
+        say: gets lines of progress. keep: is called whenever there is more in `result`.
+    """
+
+    def __init__(
+        self,
+        work: Workload,
+        plan: Scatter,
+        vocab: int,
+        say: Callable[[str], None] = print,
+        keep: Callable[[ScatterResult], None] = lambda _: None,
+    ) -> None:
+        self.work, self.plan, self.result = work, plan, ScatterResult()
+        self._prompts = Prompts(work, vocab)  # one stream of tokens: no document comes twice
+        self._say, self._keep = say, keep
+        self._seen: set[int] = set()
+
+    def cluster(self, url: str, deadline: float = float("inf")) -> None:
+        """Time all cases on a running cluster of the largest number of workers; for smaller ones the others are drained.
+
+        Args:
+            deadline: `time.monotonic()` after which no case begins.
+        """
+        try:
+            for case in cases(self.work, self.plan):
+                if time.monotonic() > deadline:
+                    self.result.left_out.append(
+                        f"no time for {case.segments} segments, {', '.join(map(str, case[1:]))} workers"
+                    )
+                    continue
+                drain(url, self.plan, case.workers, case.policy)
+                self.result.runs.append(run := self._case(url, case))
+                self._say(
+                    f"{case.segments} {case.workload}, {case.policy}, {case.workers} workers: {run.median('ttft'):.1f} ms"
+                )
+                self._keep(self.result)
+        finally:
+            drain(url, self.plan, max(self.plan.workers), POLICIES[0])
+            self.result.costs = msgspec.convert(get_json(f"{url}/workers")["costs"], Costs)
+            self._keep(self.result)
+
+    def stock(self, url: str, gpus: int, deadline: float = float("inf")) -> None:
+        """Time the workloads on a running stock server."""
+        for count in self.plan.counts or (self.work.segments,):
+            for workload in WORKLOADS:
+                if time.monotonic() > deadline:
+                    self.result.left_out.append(f"no time for stock on {gpus} GPUs, {count} segments, {workload}")
+                    continue
+                sizes = self._sizes(count, workload)
+                values = [ask(url, *self._draw(sizes), hypic=False).ttft for _ in range(1 + min(self.work.reps, _FEW))][
+                    1:
+                ]
+                self.result.stock.append(run := StockRun(gpus=gpus, workload=workload, segments=sizes, values=values))
+                self._say(f"{count} {workload}, stock on {gpus} GPUs: {run.median:.1f} ms")
+                self._keep(self.result)
+
+    def failed(self, what: str, why: object) -> None:
+        self.result.left_out.append(f"{what}: {why}")
+        self._say(f"scatter: {what}: {why}")
+        self._keep(self.result)
+
+    def _case(self, url: str, case: Case) -> ScatterRun:
+        sizes = self._sizes(case.segments, case.workload)
+        first_length = case.segments == (self.plan.counts or (self.work.segments,))[0]
+        warm_up = _WARM_UP[case.workers in self._seen]
+        self._seen.add(case.workers)
+        reps = self.work.reps if first_length else min(self.work.reps, _FEW)
+        samples = [ask(url, *self._draw(sizes)) for _ in range(warm_up + reps)][warm_up:]
+        return ScatterRun(
+            workers=case.workers, policy=case.policy, workload=case.workload, segments=sizes, samples=samples
+        )
+
+    def _sizes(self, count: int, workload: str) -> list[int]:
+        return lengths(msgspec.structs.replace(self.work, segments=count), workload)
+
+    def _draw(self, sizes: Sequence[int]) -> tuple[list[int], list[list[int]]]:
+        return self._prompts.prompt([self._prompts.tokens(size) for size in sizes])
+
+
+def run_scatter(bench: Bench, argv: Sequence[str], cpu: bool, compare: Callable[[str], Agreement]) -> ScatterResult:
+    """One cluster of the largest number of workers, then the stock engines, one after the other.
+
+    Args:
+        compare: asks a running cluster whether it answers as one worker does.
 
     Raises:
-        LaunchError: it did not come up.
+        LaunchError: the cluster did not come up. What fails later is in `left_out`.
     """
-    result, most = ScatterResult(runs=[]), max(workers)
-    names = [f"w{i}" for i in range(most)]
-    prompts = Prompts(work, vocab)  # one stream of tokens: no document comes twice
-    say(f"scatter: starting {most} workers")
-    with running(argv, most) as url:
-        for n in sorted(set(workers)):
-            for policy in policies if n > 1 else policies[:1]:
-                _change(url, {"resume": names[:n], "drain": names[n:], "policy": policy})
-                for name in workloads:
-                    result.runs.append(run := _time(url, prompts, work, n, policy, name))
-                    say(f"{n} workers, {policy}, {name}: {run.median('ttft'):.1f} ms")
-        result.costs = _measured(result, msgspec.convert(get_json(f"{url}/workers")["costs"], Costs))
-    _reckon(result, work)
-    return result
+    plan = bench.plan
+    end = time.monotonic() + (plan.budget if plan.budget else float("inf"))
+    engines = [1] * plan.stock + [plan.tp] * bool(plan.tp)
+
+    def share(n: int) -> float:
+        """Seconds for what comes first, if `n` stock engines come behind it."""
+        return (end - time.monotonic()) * (1 - _STOCK_SHARE * n)
+
+    options = ["--stagger"] if plan.stagger else []
+    with running(argv, max(plan.workers), options=options, start_seconds=min(share(len(engines)), 1800.0)) as url:
+        time_all(bench, url, time.monotonic() + 0.9 * share(len(engines)), compare)
+    for i, gpus in enumerate(engines):
+        seconds = share(len(engines) - 1 - i)
+        try:
+            stock_alone(bench, argv, gpus, cpu, seconds)
+        except (RuntimeError, OSError, ValueError) as e:
+            bench.failed(f"stock on {gpus} GPUs", e)
+    return bench.result
 
 
-def _change(url: str, what: dict[str, Any]) -> None:
+def time_all(bench: Bench, url: str, deadline: float, compare: Callable[[str], Agreement]) -> None:
+    """What is to be had of a running cluster; what fails is named in `left_out`."""
+    try:
+        bench.cluster(url, deadline)
+    except (RuntimeError, OSError, ValueError) as e:
+        bench.failed("cluster", e)
+    try:
+        bench.result.agreement = compare(url)
+    except (RuntimeError, OSError, ValueError) as e:
+        bench.failed("agreement", e)
+
+
+def stock_alone(bench: Bench, argv: Sequence[str], gpus: int, cpu: bool, seconds: float) -> None:
+    """Start one stock server on `gpus` GPUs and time it. Raises LaunchError, RuntimeError, OSError."""
+    deadline = time.monotonic() + seconds
+    more = [NO_ALLREDUCE_FUSION] if gpus > 1 else []
+    limits = {"tp": gpus, "start_seconds": min(seconds, 1800.0)}
+    with stock_servers([*argv, *more], cpu=cpu, **limits) as (url,):  # type: ignore[arg-type]
+        bench.stock(url, gpus, deadline)
+
+
+def drain(url: str, plan: Scatter, workers: int, policy: str) -> None:
+    """Have the first `workers` of the cluster alone take part."""
+    names = [f"w{i}" for i in range(max(plan.workers))]
+    what = {"resume": names[:workers], "drain": names[workers:], "policy": policy}
     request = urllib.request.Request(f"{url}/workers", json.dumps(what).encode(), method="POST")
     with urllib.request.urlopen(request, timeout=30) as response:
         response.read()
 
 
-def _time(url: str, prompts: Prompts, work: Workload, n: int, policy: str, name: str) -> ScatterRun:
-    sizes = lengths(work, name)
-    samples = []
-    for _ in range(_WARM_UP + work.reps):
-        ids, bounds = prompts.prompt([prompts.tokens(size) for size in sizes])
-        samples.append(ask(url, ids, bounds))
-    return ScatterRun(workers=n, policy=policy, workload=name, segments=sizes, samples=samples[_WARM_UP:])
-
-
-def ask(url: str, ids: list[int], bounds: list[list[int]]) -> Sample:
-    """One cold prompt."""
-    body = {
+def ask(url: str, ids: list[int], bounds: list[list[int]], hypic: bool = True) -> Sample:
+    """One cold prompt; without `hypic` a Sample has nothing but its TTFT."""
+    body: dict[str, Any] = {
         "input_ids": ids,
         "stream": True,
         "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
-        "hypic": {"segments": bounds, "report": True},
     }
+    if hypic:
+        body["hypic"] = {"segments": bounds, "report": True}
     payload = json.dumps(body)
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=600)
     try:
@@ -158,6 +231,8 @@ def ask(url: str, ids: list[int], bounds: list[list[int]]) -> Sample:
     chunks = [json.loads(x[6:]) for x in (line + rest).split(b"\n\n") if x.startswith(b"data: {")]
     if not chunks or "error" in chunks[-1]:
         raise RuntimeError(f"{url} answered {(line + rest)[:500]!r}")
+    if not hypic:
+        return Sample(ttft=ttft, forwarded=0, compile=0, exposed=0, link=0, workers=0, timeline={})
     return _sample(ttft, chunks[-1]["meta_info"]["hypic"]["router"]["timeline"])
 
 
@@ -177,89 +252,3 @@ def _sample(ttft: float, timeline: dict[str, Any]) -> Sample:
         workers=len({x["worker"] for x in lines}),
         timeline=timeline,
     )
-
-
-# ---------------------------------------------------------------------- what it says
-
-
-def _alone(result: ScatterResult, workload: str) -> ScatterRun | None:
-    return next((r for r in result.runs if r.workers == 1 and r.workload == workload), None)
-
-
-def _measured(result: ScatterResult, costs: Costs) -> Costs:
-    """The router's costs, with speed and link of one worker where that was timed."""
-    alone = _alone(result, "equal")
-    if alone is None:
-        return costs
-    return msgspec.structs.replace(
-        costs,
-        source="hypic bench --suites scatter",
-        tokens_per_s=1e3 * sum(alone.segments) / alone.median("compile"),
-        link_s=alone.median("link") / 1e3,
-    )
-
-
-def _reckon(result: ScatterResult, work: Workload) -> None:
-    costs = result.costs
-    assert costs is not None
-    for run in result.runs:
-        request = Request(tuple(run.segments), work.system + work.query)
-        run.predicted = 1e3 * simulate(costs, run.workers, [request], run.policy)[0].ttft  # type: ignore[arg-type]
-        run.makespan_bound = 1e3 * lower_bound(run.segments, run.workers) / costs.tokens_per_s
-        if (alone := _alone(result, run.workload)) is not None:
-            run.ideal = alone.median("compile") / run.workers + alone.median("link")
-
-
-def table(result: ScatterResult, work: Workload) -> Table:
-    title = f"scatter, n = {work.reps}: cold, {work.segments} segments of {work.segment_tokens} tokens (uneven: 4x, then less)"
-    out = Table(title=title, caption="TTFT over HTTP, ms. of ideal: T_compile / N + T_link of one worker, over TTFT")
-    columns = (
-        "segments",
-        "policy",
-        "workers",
-        "TTFT",
-        "min",
-        "max",
-        "speed-up",
-        "of ideal",
-        "compile",
-        "exposed",
-        "link",
-    )
-    for column in (*columns, "predicted"):
-        out.add_column(column, justify="left" if column in ("segments", "policy") else "right")
-    for run in sorted(result.runs, key=lambda r: (r.workload, r.policy, r.workers)):
-        ttft, alone = run.median("ttft"), _alone(result, run.workload)
-        values = [s.ttft for s in run.samples]
-        speed_up = f"{alone.median('ttft') / ttft:.2f}" if alone else ""
-        share = f"{100 * run.ideal / ttft:.0f}%" if run.ideal else ""
-        parts = [f"{run.median(field):.1f}" for field in ("compile", "exposed", "link")]
-        numbers = [f"{x:.1f}" for x in (ttft, min(values), max(values))]
-        predicted = f"{run.predicted:.1f}" if run.predicted else ""
-        out.add_row(run.workload, run.policy, str(run.workers), *numbers, speed_up, share, *parts, predicted)
-    return out
-
-
-def plot(result: ScatterResult, path: Path) -> None:
-    """TTFT over workers for each workload and policy, measured and predicted. Raises ImportError without matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    workloads = list(dict.fromkeys(r.workload for r in result.runs))
-    figure, axes = pyplot.subplots(
-        1, len(workloads), figsize=(6 * len(workloads), 4.5), squeeze=False, layout="constrained"
-    )
-    for axis, name in zip(axes[0], workloads, strict=True):
-        for policy in dict.fromkeys(r.policy for r in result.runs):
-            runs = [r for r in result.runs if r.workload == name and (r.policy == policy or r.workers == 1)]
-            runs.sort(key=lambda r: r.workers)
-            counts = [r.workers for r in runs]
-            (line,) = axis.plot(counts, [r.median("ttft") for r in runs], marker="o", label=policy)
-            axis.plot(counts, [r.predicted for r in runs], ls=":", color=line.get_color(), label=f"{policy}, simulated")
-        axis.set(title=f"{name} segments, cold", xlabel="workers", ylabel="TTFT, ms", ylim=(0, None))
-        axis.set_xticks(sorted({r.workers for r in result.runs}))
-        axis.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)

@@ -20,6 +20,7 @@ import msgspec
 
 from hypic.bench.client import Client, Timed
 from hypic.bench.result import Timing
+from hypic.bench.scatter_result import Scatter
 from hypic.bench.workload import Prompt, Prompts, Workload
 
 T = TypeVar("T")
@@ -41,7 +42,7 @@ class Plan(msgspec.Struct, frozen=True):
         seam_window: hypic's w, so that stock can be given as many new tokens.
         grid: (segments, tokens of a segment) of the scale suite.
         together: numbers of requests of the concurrency suite.
-        workers: numbers of workers of the scatter suite.
+        scatter: what the scatter suite does.
     """
 
     suites: tuple[str, ...]
@@ -49,7 +50,7 @@ class Plan(msgspec.Struct, frozen=True):
     seam_window: int
     grid: tuple[tuple[int, int], ...] = ()
     together: tuple[int, ...] = TOGETHER
-    workers: tuple[int, ...] = (1, 2)
+    scatter: Scatter = Scatter()
 
 
 def ttft(client: Client, plan: Plan) -> Iterator[Timing]:

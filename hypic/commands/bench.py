@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 
 from hypic.bench.result import BenchResult
-from hypic.bench.scatter import ScatterResult
-from hypic.bench.scatter import plot as plot_scatter
+from hypic.bench.scatter_report import plot as plot_scatter
+from hypic.bench.scatter_result import Scatter, ScatterResult
 from hypic.bench.suites import KERNELS, MAX_SCALE_TOKENS, SCATTER, SUITES, TOGETHER, Plan
 from hypic.bench.workload import Workload
 from hypic.commands.flags import setting, take_hypic_flags
@@ -22,7 +22,7 @@ from hypic.config import ConfigError, from_env
 
 SEGMENT_COUNTS = "4,16,64,128"
 SEGMENT_LENGTHS = "512,2048,8192,16384"
-TABLE_WIDTH = 110
+TABLE_WIDTH = 140
 
 
 def bench(
@@ -38,6 +38,19 @@ def bench(
     counts: Annotated[str, typer.Option(help="scale: numbers of segments.")] = SEGMENT_COUNTS,
     lengths: Annotated[str, typer.Option(help="scale: tokens of a segment.")] = SEGMENT_LENGTHS,
     workers: Annotated[str, typer.Option(help="scatter: numbers of workers, 1 among them.")] = "1,2",
+    scatter_segments: Annotated[
+        str | None, typer.Option(help="scatter: numbers of segments, one length of prompt each. Default: --segments.")
+    ] = None,
+    tp_alternative: Annotated[
+        int, typer.Option(min=0, help="scatter: stock SGLang on so many GPUs of one TP group, too; 0 is not.")
+    ] = 0,
+    stagger: Annotated[
+        bool, typer.Option("--stagger", help="scatter: load weights in one worker at a time (host memory).")
+    ] = False,
+    budget: Annotated[
+        float | None,
+        typer.Option(min=1, help="scatter: seconds for all of it; what does not fit is left out and named."),
+    ] = None,
     memory: Annotated[str | None, typer.Option("--hypic-memory", help="Arena size, for example 8GiB.")] = None,
     engines: Annotated[str, typer.Option(help="Which engines to time: stock,hypic or one of them.")] = "stock,hypic",
     baseline: Annotated[
@@ -54,7 +67,8 @@ def bench(
     ttft: cold, prefix hit, warm, next turn; ordinary requests, decoding, throughput. concurrency: warm requests at once. scale:
     warm links over numbers and lengths of segments (up to 262,144 tokens in all), with a fit of what the time is made of.
     kernels: hypic's own kernels alone, and their share of a cold TTFT. scatter: cold prompts of equal and of uneven segments
-    on several workers behind a router, LPT and round robin, beside one worker and the simulation.
+    on several workers behind a router, LPT and round robin, beside one worker, the simulation, and stock SGLang on one GPU and
+    (--tp-alternative N) on N; whether several workers answer as one does.
 
     Times are TTFT from generate(input_ids) to the first token. First hypic's self-check runs on a tiny model under the
     same flags; if it fails, nothing is timed. `--load-format dummy` measures a shape without its weights.
@@ -67,8 +81,12 @@ def bench(
         _names("--engines", engines, ("stock", "hypic")),
         _names("--suites", suites, (*SUITES, KERNELS, SCATTER)),
     )
-    numbers = {"--counts": counts, "--lengths": lengths, "--together": together, "--workers": workers}
-    many, long, at_once, several = (_numbers(flag, text) for flag, text in numbers.items())
+    numbers = {
+        "--counts": counts, "--lengths": lengths, "--together": together, "--workers": workers,
+        "--scatter-segments": scatter_segments or str(segments),
+    }  # fmt: skip
+    many, long, at_once, several, scattered = (tuple(_numbers(flag, text)) for flag, text in numbers.items())
+    scatter = Scatter(workers=several, counts=scattered, tp=tp_alternative, budget=budget, stagger=stagger)
     try:
         more = {"memory": setting("memory", memory)} if memory else {}
         rest, config = take_hypic_flags(args, msgspec.structs.replace(from_env(), enabled=True, **more))
@@ -78,7 +96,7 @@ def bench(
         raise typer.BadParameter(str(e)) from None
     work = Workload(system, segments, segment_tokens, query, reps, seed)
     grid = [(n, m) for n in many for m in long if system + n * m + query <= MAX_SCALE_TOKENS]
-    plan = Plan(tuple(wanted), work, config.seam_window, tuple(grid), tuple(at_once), tuple(several))
+    plan = Plan(tuple(wanted), work, config.seam_window, tuple(grid), at_once, scatter)
     if out:
         try:
             out.mkdir(parents=True, exist_ok=True)
@@ -105,7 +123,7 @@ def bench(
             style="yellow",
         )
     if out and result.scatter is not None:
-        _write_scatter(out, result.scatter)
+        write_scatter(out, result.scatter)
     if out and not plot(result, out / "bench.png"):
         console.print("hypic bench: no bench.png, since matplotlib is not installed", style="yellow")
     if as_json:
@@ -125,7 +143,7 @@ def _write(out: Path, result: BenchResult) -> None:
     (out / "bench.json").write_text(_encoded(result) + "\n")
 
 
-def _write_scatter(out: Path, result: ScatterResult) -> None:
+def write_scatter(out: Path, result: ScatterResult) -> None:
     """Measured costs, for `hypic simulate` and `hypic launch --costs`, and a plot if matplotlib is there."""
     (out / "costs.json").write_bytes(msgspec.json.format(msgspec.json.encode(result.costs), indent=1) + b"\n")
     with contextlib.suppress(ImportError):

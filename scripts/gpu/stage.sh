@@ -6,8 +6,8 @@
 #           of models/almanac
 #   ttft    hypic beside stock SGLang: cold, prefix hit, warm, turn, several at once; kernels; once more with states in float32
 #   scale   warm links of 4 to 128 segments of 512 to 16,384 tokens
-#   scatter cold prompts on 1 to N workers behind a router, one GPU each: 32k, equal and uneven, LPT and round robin, and 100k; before
-#           that, artifacts between the GPUs alone (WORKERS, by default 1,2)
+#   scatter cold prompts on 1 to N workers behind a router, one GPU each: 32k and 100k, equal and uneven, LPT and round robin, and stock
+#           SGLang on one GPU and with TP=N; before that, artifacts between the GPUs alone (WORKERS, by default 1,2; TP, by default 2)
 #   replay  the highest rate of a RAG trace under an SLO of 1 s TTFT
 #
 # Usage: scripts/gpu/stage.sh STAGE MODEL_DIR OUT_DIR [extra SGLang flags]
@@ -48,9 +48,9 @@ case $stage in
   scatter)
     workers=${WORKERS:-1,2}
     python3 -m hypic.router.transport.measure --device cuda --mib 160 --reps 9 | tee "$out/transfers.json"
-    more=(--suites scatter --workers "$workers" --reps "${REPS:-7}" --context-length 131072)
-    bench --out "$out/32k" | tee "$out/32k.log"
-    bench --out "$out/100k" --segments 50 | tee "$out/100k.log"
+    more=(--suites scatter --workers "$workers" --scatter-segments 16,50 --tp-alternative "${TP:-2}" --reps "${REPS:-7}"
+      --context-length 131072 --budget "${BUDGET:-440}" --out "$out")
+    bench | tee "$out/scatter.log"
     ;;
   replay)
     # One engine in a call: ENGINES=hypic, then prefix, then none; the second and third go on in OUT_DIR.

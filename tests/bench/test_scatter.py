@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hypic.bench.scatter import Sample, ScatterResult, ScatterRun, _measured, _reckon, _sample, lengths, plot, table
+from hypic.bench.scatter import Case, _sample, cases, lengths
+from hypic.bench.scatter_report import measured_costs, plot, reckon, table, verdicts
+from hypic.bench.scatter_result import Agreement, Sample, Scatter, ScatterResult, ScatterRun, StockRun
 from hypic.bench.workload import Workload
 from hypic.router.costs import Costs
 from hypic.router.schedule import lower_bound
@@ -34,28 +36,89 @@ def test_workloads() -> None:
     assert lengths(WORK, "uneven") == [4000, 250, 500, 750]
 
 
-def run(workers: int, policy: str, ttft: float, compile_ms: float, link: float) -> ScatterRun:
-    sample = Sample(ttft=ttft, forwarded=1, compile=compile_ms, exposed=0, link=link, workers=workers, timeline={})
-    return ScatterRun(workers=workers, policy=policy, workload="equal", segments=[1000] * 4, samples=[sample])
+def test_the_most_important_cases_come_first_and_one_worker_has_one_policy() -> None:
+    found = list(cases(WORK, Scatter(workers=(4, 1), counts=(16, 50))))
+    assert found[:4] == [
+        Case(16, "equal", "lpt", 1),
+        Case(16, "equal", "lpt", 4),
+        Case(50, "equal", "lpt", 1),
+        Case(50, "equal", "lpt", 4),
+    ]
+    assert found[8:] == [Case(n, name, "round_robin", 4) for name in ("equal", "uneven") for n in (16, 50)]
+
+
+def run(
+    workers: int, policy: str, ttft: float, compile_ms: float, link: float, sizes: tuple[int, ...] = (1000,) * 4
+) -> ScatterRun:
+    moved = {"nbytes": 3_000_000, "sent": 10.0, "arrived": 12.0}
+    timeline = {"segments": [moved, {"nbytes": 1, "sent": None, "arrived": None}]}
+    sample = Sample(
+        ttft=ttft, forwarded=1, compile=compile_ms, exposed=0, link=link, workers=workers, timeline=timeline
+    )
+    workload = "equal" if len(set(sizes)) == 1 else "uneven"
+    return ScatterRun(workers=workers, policy=policy, workload=workload, segments=list(sizes), samples=[sample])
 
 
 def test_what_is_said_of_it(tmp_path: Path) -> None:
-    """Costs are those of one worker; the ideal and the prediction follow from them."""
+    """Costs are those of one worker; the ideal, the bound and the prediction follow from them."""
     result = ScatterResult(
         runs=[run(1, "lpt", 1010, 800, 200), run(2, "lpt", 640, 420, 205), run(2, "round_robin", 700, 500, 200)]
     )
-    result.costs = _measured(result, COSTS)
+    result.costs = COSTS
+    reckon(result, WORK)
     assert (result.costs.tokens_per_s, result.costs.link_s) == (5000.0, 0.2)
-    _reckon(result, WORK)
     one, two, _ = result.runs
     assert (one.ideal, two.ideal) == (1000.0, 600.0)
     assert one.predicted == pytest.approx(1000, rel=0.01) and two.predicted == pytest.approx(600, rel=0.01)
     assert two.makespan_bound == 1e3 * lower_bound([1000] * 4, 2) / 5000
-    console = Console(width=140, record=True)
+    assert two.gb_per_s == 1.5
+    result.stock = [
+        StockRun(gpus=1, workload="equal", segments=[1000] * 4, values=[2000.0]),
+        StockRun(gpus=8, workload="equal", segments=[1000] * 4, values=[320.0]),
+    ]
+    console = Console(width=180, record=True)
     console.print(table(result, WORK))
     text = console.export_text()
-    assert "1.58" in text and "94%" in text, "speed-up and share of the ideal"
+    assert "1.58" in text and "94%" in text and "105%" in text, "speed-up, share of the ideal, of the bound"
+    assert "stock, TP 8" in text and "320.0" in text
     plot(result, tmp_path / "scatter.png")
     assert (tmp_path / "scatter.png").read_bytes().startswith(b"\x89PNG")
     del result.runs[0]
-    assert _measured(result, COSTS) == COSTS, "without one worker nothing is known of its speed"
+    assert measured_costs(result, COSTS) == COSTS, "without one worker nothing is known of its speed"
+
+
+def test_targets_are_met_or_not() -> None:
+    """Each target has a result that misses it, and one that meets it."""
+    good = [run(1, "lpt", 1010, 800, 200), run(2, "lpt", 640, 420, 205), run(2, "round_robin", 700, 500, 200)]
+    uneven = (4000, 250, 500, 750)
+    bad = [run(1, "lpt", 1300, 1100, 200, uneven), run(2, "lpt", 2000, 1250, 205, uneven)]
+    bad += [run(2, "round_robin", 1500, 1250, 200, uneven), run(4, "lpt", 500, 200, 205)]
+    for runs, met in ((good, [True] * 4), (good + bad, [False] * 4)):
+        result = ScatterResult(runs=runs, costs=COSTS)
+        reckon(result, WORK)
+        *found, agreement = verdicts(result, WORK)
+        assert [v.met for v in found] == met and agreement.met is None
+    assert "80% at worst: 4 equal, 4,000 tokens, lpt, 4 workers" in found[0].found
+    assert "4 uneven, 5,500 tokens, lpt, 2 workers" in found[1].found
+    result.stock = [StockRun(gpus=1, workload="equal", segments=[1000] * 4, values=[1280.0])]
+    assert "1280 ms; hypic on 4 workers 500 ms: 2.56x" in list(verdicts(result, WORK))[-1].found
+
+
+@pytest.mark.parametrize(
+    ("same", "worst", "noise", "signal", "passed"),
+    [
+        (3, 1e-5, None, 1.0, True),
+        (2, 1e-5, None, 1.0, False),
+        (3, 1e-3, None, 1.0, False),
+        (2, 9e-5, 1e-3, 1.0, True),
+        (3, 1.0, 1e-3, 2.0, False),
+        (3, 1e-5, None, 2e-4, None),
+    ],
+)
+def test_answers_agree_within_what_one_worker_differs_from_itself(
+    same: int, worst: float, noise: float | None, signal: float, passed: bool | None
+) -> None:
+    found = Agreement(prompts=3, split=3, same_tokens=same, worst=worst, tolerance=1e-4, signal=signal, noise=noise)
+    assert found.passed is passed
+    (said,) = [v for v in verdicts(ScatterResult(agreement=found), WORK) if v.target.startswith("several")]
+    assert said.met is passed

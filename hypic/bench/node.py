@@ -1,0 +1,256 @@
+"""``python -m hypic.bench.node MODEL --out DIR --workers 8``: all that a node of several GPUs has to show, in one bounded run.
+
+Servers are started three times: a cluster of N workers (cold prompts on 1 to N of them, agreement, a trace), N independent stock
+servers (cold on one of them, the same trace), and one stock server on N GPUs (cold). Each stage has a share of what is left of
+the budget, and one that fails leaves the others alone. scripts/gpu/node.sh has the flags for GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from hypic.bench import node_report
+from hypic.bench.agreement import compare
+from hypic.bench.provenance import machine, versions
+from hypic.bench.result import BenchResult
+from hypic.bench.runner import kept_flags, tiny_kind
+from hypic.bench.scatter import Bench, stock_alone, time_all
+from hypic.bench.scatter_report import reckon
+from hypic.bench.scatter_result import Scatter, ScatterResult
+from hypic.bench.workload import Workload
+from hypic.check.tiny_models import build
+from hypic.check.workers import model_facts
+from hypic.commands.flags import take_hypic_flags
+from hypic.commands.serve import flag_value, timed_argv, wants_cpu
+from hypic.config import from_env
+from hypic.platform_cpu import CPU_MODE
+from hypic.platform_cpu.defaults import set_environment
+from hypic.router.launch.running import running
+from hypic.router.launch.stock import stock_servers
+from hypic.traces.engines import cluster_target, prefix_target, read_engine, settings
+from hypic.traces.figures import Slo
+from hypic.traces.generate import generate
+from hypic.traces.placement import PLACEMENTS
+from hypic.traces.prompts import PromptMaker
+from hypic.traces.result import EngineReplay, Plan
+from hypic.traces.runner import new_result
+from hypic.traces.session import Session
+from hypic.traces.spec import read_spec
+
+GRACE = 15
+"""Seconds after its time before a stage is broken off; it should have ended by itself."""
+FIRST_POLICY = 0.65
+"""Share of the time for a trace on stock servers that the better way of placing prompts gets."""
+
+
+SMALL = (
+    "--mem-fraction-static", "0.15", "--max-total-tokens", "60000", "--context-length", "8192", "--max-running-requests", "16",
+    "--cuda-graph-max-bs-prefill", "512",
+)  # fmt: skip
+"""Flags for a tiny model on a GPU: it starts sooner."""
+
+
+class Overtime(RuntimeError):
+    """A stage did not end by itself."""
+
+
+class Stage(NamedTuple):
+    """A part of the run, and its weight among those that are left."""
+
+    weight: float
+    run: Callable[[float], None]
+
+
+class Node:
+    """One run. Stages get the `time.monotonic()` at which they should have ended."""
+
+    def __init__(self, args: argparse.Namespace, flags: Sequence[str]) -> None:
+        argv, config = take_hypic_flags(timed_argv([args.model, *flags]), from_env())
+        self._argv, self._config = argv, msgspec.structs.replace(config, enabled=True)
+        self._cpu = wants_cpu(argv, os.environ)
+        os.environ.update(self._config.to_env() | ({CPU_MODE: "1"} if self._cpu else {}))
+        if self._cpu:
+            set_environment(os.environ, flag_value(argv, "--dtype"))
+        self._args, self.out = args, Path(args.out)
+        self._model = Path(flag_value(argv, "--model-path") or "")
+        self._vocab, _ = model_facts(self._model)
+        counts = tuple(int(n) for n in args.segments.split(","))
+        work = Workload(segments=counts[0], segment_tokens=args.segment_tokens, reps=args.reps)
+        workers = tuple(n for n in (1, 2, 4, 8, 16, 32, 64) if n < args.workers)
+        plan = Scatter(workers=(*workers, args.workers), counts=counts, stagger=args.stagger)
+        self.scatter = Bench(work, plan, self._vocab, _say, self._keep_scatter)
+        self.found = node_report.NodeResult(workers=args.workers, budget=args.budget)
+        trace = Plan(
+            warmup=args.warmup, warmup_at_once=2 * args.workers, requests=args.requests, seconds=args.seconds, timeout=30.0,
+            max_lag=args.max_lag, slo=Slo(args.slo_ttft), find=True, start_qps=args.start_qps * args.workers, tolerance=0.15,
+        )  # fmt: skip
+        self._used = list(islice(generate(read_spec(Path(args.spec))), args.warmup + args.requests))
+        self.replay = new_result(self._used, trace, args.spec, None, self._config.min_segment)
+        self.bench = BenchResult(
+            command=sys.argv, versions=versions(), machine=machine(), workload=msgspec.to_builtins(work),
+            seam_window=self._config.seam_window, selfcheck={}, engines=[], scatter=self.scatter.result,
+        )  # fmt: skip
+        self.stages = {
+            "transfers": Stage(1, self._transfers),
+            "cluster": Stage(10, self._cluster),
+            "stock": Stage(6, self._stock),
+            "tp": Stage(4, self._tp),
+            "answers": Stage(3, self._answers),
+        }
+
+    def run(self, names: Sequence[str]) -> None:
+        """The stages, as far as the budget goes."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        end = time.monotonic() + self._args.budget
+        for i, name in enumerate(names):
+            began = time.monotonic()
+            weights = [self.stages[n].weight for n in names[i:]]
+            seconds = (end - began) * weights[0] / sum(weights)
+            _say(f"--- {name}: {seconds:.0f} s of {end - began:.0f} left")
+            try:
+                with _at_most(seconds + GRACE):
+                    self.stages[name].run(began + seconds)
+            except Exception as e:
+                self.found.failed[name] = f"{type(e).__name__}: {e}"
+                _say(f"{name} failed: {type(e).__name__}: {e}")
+            finally:
+                self.found.seconds[name] = time.monotonic() - began
+                self._write()
+
+    # ------------------------------------------------------------------ stages
+
+    def _transfers(self, deadline: float) -> None:
+        size = ("--device", "cpu", "--mib", "8", "--reps", "2") if self._cpu else ("--device", "cuda", "--reps", "9")
+        command = [sys.executable, "-m", "hypic.router.transport.measure", *size]
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, timeout=deadline - time.monotonic(), check=True
+        )
+        self.found.transfers = json.loads(done.stdout.splitlines()[-1])["ways"]
+
+    def _cluster(self, deadline: float) -> None:
+        n, options = self._args.workers, ["--stagger"] if self._args.stagger else []
+        with running(self._argv, n, options=options, start_seconds=deadline - time.monotonic()) as url:
+            left = deadline - time.monotonic()
+            plan, work = self.scatter.plan, self.scatter.work
+            ask = lambda url: compare(url, work, plan, self._model, self._config)  # noqa: E731
+            time_all(self.scatter, url, time.monotonic() + 0.6 * left, ask)
+            name = f"cluster:{n}"
+            self._trace(name, cluster_target(url), settings(url, read_engine(name)), deadline)
+
+    def _stock(self, deadline: float) -> None:
+        n, seconds = self._args.workers, deadline - time.monotonic()
+        how: dict[str, Any] = {"cpu": self._cpu, "stagger": self._args.stagger, "start_seconds": seconds}
+        with stock_servers(self._argv, n, **how) as urls:
+            self.scatter.stock(urls[0], 1, time.monotonic() + 0.4 * (deadline - time.monotonic()))
+            for i, policy in enumerate(PLACEMENTS):
+                name = f"prefix:{n}:{policy}"
+                found = settings(urls[0], read_engine(name))
+                left = (deadline - time.monotonic()) * (1.0 if i else FIRST_POLICY)
+                self._trace(name, prefix_target(urls, policy, found), found, time.monotonic() + left)
+
+    def _tp(self, deadline: float) -> None:
+        stock_alone(self.scatter, self._argv, self._args.workers, self._cpu, deadline - time.monotonic())
+
+    def _answers(self, deadline: float) -> None:
+        """P3 and P4 across workers, of a tiny model of the same kind with weights that mean something, under the same flags."""
+        small = () if self._cpu else SMALL
+        tiny = str(build(tiny_kind(self._model)))
+        flags = ["--workers", str(self._args.workers), *kept_flags(self._argv), *small]
+        command = [sys.executable, "-m", "hypic", "selfcheck", tiny, "--json", *flags]
+        seconds = deadline - time.monotonic()
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=seconds, check=False)
+        self.found.answers = json.loads(done.stdout)["checks"]
+        if bad := [name for name, entry in self.found.answers.items() if not entry["passed"]]:
+            raise RuntimeError(f"{', '.join(bad)} of a tiny model on several workers: see node.json")
+
+    # ------------------------------------------------------------------ helpers
+
+    def _trace(
+        self, name: str, target: AbstractAsyncContextManager[Any], told: dict[str, Any], deadline: float
+    ) -> None:
+        found = EngineReplay(name=name, flags=self._argv, settings=told)
+        self.replay.engines.append(found)
+        maker, left = PromptMaker(self._vocab, self.replay.plan.seed), deadline - time.monotonic()
+
+        async def run() -> None:
+            async with target as entered:
+                end = time.perf_counter() + left
+                plan = self.replay.plan
+                await Session(entered, maker, self._used, plan, found, deadline=end, say=_say).run()
+
+        asyncio.run(run())
+
+    def _keep_scatter(self, result: ScatterResult) -> None:
+        reckon(result, self.scatter.work)
+
+    def _write(self) -> None:
+        reckon(self.scatter.result, self.scatter.work)
+        node_report.write(self.out, self.found, self.bench, self.replay)
+
+
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Break the block off after so many seconds, with what it started ended as it is left."""
+
+    def over(*_: Any) -> None:
+        raise Overtime(f"broken off after {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.1))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m hypic.bench.node", description=__doc__, allow_abbrev=False)
+    parser.add_argument("model")
+    parser.add_argument("--out", required=True, help="folder for node.json, bench.json, replay.json, plots, summary.md")
+    parser.add_argument("--workers", type=int, default=8, help="workers, and GPUs of the TP group")
+    parser.add_argument("--budget", type=float, default=560.0, help="seconds for all of it")
+    parser.add_argument("--stages", default="transfers,cluster,stock,tp,answers")
+    parser.add_argument("--segments", default="16,50", help="numbers of segments, one length of prompt each")
+    parser.add_argument("--segment-tokens", type=int, default=2048)
+    parser.add_argument("--reps", type=int, default=5)
+    parser.add_argument("--stagger", action="store_true", help="load weights in one worker at a time (host memory)")
+    parser.add_argument("--spec", default="traces/rag-production.toml", help="of the trace")
+    parser.add_argument("--warmup", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=600)
+    parser.add_argument("--seconds", type=float, default=12.0, help="of one run of the trace")
+    parser.add_argument("--slo-ttft", type=float, default=1.0)
+    parser.add_argument("--start-qps", type=float, default=2.0, help="the first rate to try, for each worker")
+    parser.add_argument("--max-lag", type=float, default=0.1)
+    found, flags = parser.parse_known_args(args)
+    node = Node(found, flags)
+    names = found.stages.split(",")
+    if unknown := [name for name in names if name not in node.stages]:
+        parser.error(f"--stages {unknown[0]}: known are {', '.join(node.stages)}")
+    node.run(names)
+    with contextlib.suppress(OSError):
+        print((node.out / "summary.md").read_text())
+    return 1 if node.found.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -30,7 +30,10 @@ def launch(
         typer.Argument(metavar="MODEL [FLAGS]", help="A model, then flags of `hypic serve`: --hypic-* and SGLang's."),
     ] = None,
     workers: Annotated[
-        int, typer.Option("--workers", min=1, max=64, help="Workers: one for each GPU, or TP group.")
+        int,
+        typer.Option(
+            "--workers", min=0, max=64, help="Workers: one for each GPU, or TP group. 0: all are on other hosts."
+        ),
     ] = 2,
     policy: Annotated[str, typer.Option("--policy", help="Who compiles what: lpt or round_robin.")] = "lpt",
     costs: Annotated[
@@ -47,7 +50,8 @@ def launch(
 
     The segments of a long cold prompt are compiled side by side; a prompt that would gain nothing stays on one worker.
     --host and --port say where the endpoint is, --tp how many GPUs each worker has. GET /workers, `hypic top` and
-    GET /metrics show what goes on. A worker that dies is started again.
+    GET /metrics show what goes on. A worker that dies is started again. --hypic-router tcp://HOST:PORT with CURVE keys has
+    workers of other hosts join (docs/ROUTER.md).
     """
     try:
         layout = read_layout(args or [], workers, policy, costs)
@@ -95,7 +99,16 @@ async def _run(layout: Layout, least: int, stagger: bool) -> int:
     try:
         front, children = processes(layout, folder, secrets.token_urlsafe(32), os.environ)
         nursery = Nursery(common_env(layout, os.environ)) if layout.cpu else None
-        supervisor = Supervisor(front, children, folder, stagger, nursery=nursery)
+        local = not layout.config.router.startswith("tcp://")
+        supervisor = Supervisor(
+            front,
+            children,
+            folder,
+            stagger,
+            nursery=nursery,
+            local=local,
+            api_key=flag_value(layout.argv, "--api-key") or "",
+        )
         serving = asyncio.create_task(_serve(supervisor, least))
         stop = asyncio.create_task(stopped.wait())
         await asyncio.wait((serving, stop), return_when=asyncio.FIRST_COMPLETED)

@@ -153,7 +153,7 @@ def join_cluster(scheduler: Any, manager: LinkManager) -> None:
     from hypic.engine.cluster.movers import mover_for
     from hypic.engine.cluster.sharing import Sharing
     from hypic.router.messages import Shape
-    from hypic.router.transport.security import Curve, public_key
+    from hypic.router.transport.security import curve_of, public_key
 
     config, args, layout = manager.config, scheduler.server_args, manager.layout
     shape = Shape(
@@ -163,7 +163,6 @@ def join_cluster(scheduler: Any, manager: LinkManager) -> None:
         min_segment=config.min_segment,
         forward_tokens=max(args.chunked_prefill_size or 0, 0),
     )
-    curve = Curve(Path(config.curve_secret), Path(config.curve_allowed)) if config.curve_secret else None
     member = Membership(
         router=config.router,
         worker=config.worker,
@@ -171,7 +170,7 @@ def join_cluster(scheduler: Any, manager: LinkManager) -> None:
         http=f"http://{args.host}:{args.port}",
         capacity=manager.store.capacity,
         shape=shape,
-        curve=curve,
+        curve=curve_of(config),
         router_key=public_key(Path(config.router_key)) if config.router_key else b"",
         rank=manager.identity.tp_rank,
         ranks=manager.identity.tp_size,

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import zmq
-import zmq.asyncio
 
 from hypic.router import messages as m
 from hypic.router.actions import Action, Broken, Forward, Send, Settings
-from hypic.router.transport.security import Curve, Gate
+from hypic.router.transport.security import Curve, Listener
 from hypic.router.transport.zmq_client import ENVELOPE
 from hypic.router.transport.zmq_server import send_now
 
@@ -55,32 +53,21 @@ class ControlSocket:
 
     async def start(self) -> str:
         """Raises InsecureError or zmq.ZMQError; then nothing is left open."""
-        self._context = zmq.asyncio.Context()
-        self._gate: Gate | None = None
-        self._socket = self._context.socket(zmq.ROUTER)
-        try:
-            self._gate = Gate(self._context, self._curve)
-            for option, value in (
-                (zmq.LINGER, 0),
-                (zmq.ROUTER_MANDATORY, 1),
-                (zmq.MAXMSGSIZE, m.limit(m.ToRouter) + ENVELOPE),
-                (zmq.SNDHWM, _QUEUE),
-                (zmq.RCVHWM, _QUEUE),
-            ):
-                self._socket.setsockopt(option, value)
-            self._gate.guard(self._socket, self._address)
-            self._socket.bind(self._address)
-        except BaseException:
-            self._end()
-            raise
+        options = {
+            zmq.MAXMSGSIZE: m.limit(m.ToRouter) + ENVELOPE,
+            zmq.SNDHWM: _QUEUE,
+            zmq.RCVHWM: _QUEUE,
+        }
+        self._listener = Listener(self._address, self._curve, options)
+        self._socket = self._listener.socket
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._tick())]
-        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        return self._listener.address
 
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._end()
+        self._listener.close()
 
     def carry_out(self, actions: Iterable[Action]) -> None:
         """Send what is to be sent, hand the rest to the front."""
@@ -104,11 +91,5 @@ class ControlSocket:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(self.coordinator.settings.heartbeat / 4)
+            self._listener.gate.refresh()
             self.carry_out(self.coordinator.tick(time.monotonic()))
-
-    def _end(self) -> None:
-        self._socket.close()
-        if self._gate is not None:
-            with contextlib.suppress(zmq.ZMQError):
-                self._gate.close()
-        self._context.term()

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -20,6 +21,7 @@ from hypic.commands.launch import read_layout
 from hypic.config import from_env
 from hypic.router.launch.plan import LaunchError, Layout, Process, free_ports, processes
 from hypic.router.launch.supervisor import Supervisor
+from hypic.router.transport.security import Curve, curve_of, make_keys, public_key
 
 CONFIG = from_env({"HYPIC_ENABLED": "1", "HYPIC_SEAM_WINDOW": "12"})
 FRONT = """
@@ -27,6 +29,8 @@ import http.server, json, os, sys
 open(sys.argv[1] + "/control", "w").close()
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
+        if self.headers["authorization"] != "Bearer k":
+            return self.send_error(401)
         names = json.load(open(sys.argv[1] + "/processes.json"))
         self.send_response(200), self.end_headers()
         alive = [{"name": n, "state": "alive" if p["pid"] and n != "BAD" else "absent"} for n, p in names.items()]
@@ -62,6 +66,38 @@ def test_each_worker_has_its_gpus_ports_and_sockets(tmp_path: Path) -> None:
             assert env["HYPIC_SEAM_WINDOW"] == "12" and env["PATH"] == "/bin"
 
 
+def test_workers_of_other_hosts_may_join_over_tcp_with_keys_alone(tmp_path: Path) -> None:
+    public, secret = make_keys(tmp_path, "router")
+    given = {
+        "HYPIC_ROUTER": "tcp://10.1.2.3:5570",
+        "HYPIC_CURVE_SECRET": str(secret),
+        "HYPIC_CURVE_ALLOWED": str(tmp_path),
+    }
+    layout = Layout(argv=("--model-path", "m"), config=from_env(given), workers=1)
+    front, (worker,) = processes(layout, tmp_path, "drawn", {"HYPIC_ROUTER_TOKEN": "shared by the hosts"})
+    assert front.env["HYPIC_ROUTER_BIND"] == worker.env["HYPIC_ROUTER"] == "tcp://10.1.2.3:5570"
+    assert worker.env["HYPIC_DATA"] == "tcp://10.1.2.3:0" and not front.env["HYPIC_ROUTER"]
+    for env in (front.env, worker.env):
+        assert curve_of(from_env(env)) == Curve(secret, tmp_path)
+        assert env["HYPIC_ROUTER_TOKEN"] == "shared by the hosts"
+    assert public_key(Path(worker.env["HYPIC_ROUTER_KEY"])) == public_key(public)
+    alone = msgspec.structs.replace(layout, workers=0)
+    assert processes(alone, tmp_path, "t", {})[1] == []
+    for wrong, says in (
+        ({"HYPIC_CURVE_SECRET": "", "HYPIC_CURVE_ALLOWED": ""}, "TCP only with CURVE"),
+        ({"HYPIC_CURVE_ALLOWED": ""}, "both"),
+        ({"HYPIC_CURVE_SECRET": str(public)}, "no secret key|read by others"),
+        ({"HYPIC_CURVE_SECRET": str(tmp_path / "none")}, "No such file"),
+        ({"HYPIC_ROUTER": "tcp://0.0.0.0:5570"}, "not all of them"),
+    ):
+        with pytest.raises(LaunchError, match=says):
+            processes(msgspec.structs.replace(layout, config=from_env(given | wrong)), tmp_path, "t", {})
+    with pytest.raises(LaunchError, match="--workers 0"):
+        processes(msgspec.structs.replace(alone, config=CONFIG), tmp_path, "t", {})
+    with pytest.raises(LaunchError, match="--tp"):
+        processes(msgspec.structs.replace(layout, tp=2), tmp_path, "t", {})
+
+
 def test_workers_share_the_cores_of_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 9)
     layout = Layout(argv=("--model-path", "m"), config=CONFIG, workers=4, cpu=True)
@@ -87,12 +123,14 @@ def test_what_cannot_be_started(args: list[str], word: str, tmp_path: Path) -> N
         read_layout(["m"], 2, policy="random")
 
 
-def supervisor(folder: Path, programs: Iterable[str], front: str = FRONT, out: io.StringIO | None = None) -> Supervisor:
+def supervisor(
+    folder: Path, programs: Iterable[str], front: str = FRONT, out: io.StringIO | None = None, local: bool = True
+) -> Supervisor:
     (port,) = free_ports(1)
     env = dict(os.environ)
     first = Process("router", (sys.executable, "-c", front, str(folder), str(port)), env, f"http://127.0.0.1:{port}")
     workers = [Process(f"w{i}", (sys.executable, "-c", p, str(folder)), env, "") for i, p in enumerate(programs)]
-    return Supervisor(first, workers, folder, out=out)
+    return Supervisor(first, workers, folder, out=out, local=local, api_key="k")
 
 
 def test_logs_restarts_and_the_end(folder: Path) -> None:
@@ -127,6 +165,22 @@ def test_logs_restarts_and_the_end(folder: Path) -> None:
     while alive := [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]:
         assert time.monotonic() < deadline, alive
         time.sleep(0.05)
+
+
+def test_a_front_for_workers_of_other_hosts_alone(folder: Path) -> None:
+    """There is no socket in the folder to wait for."""
+
+    async def main() -> None:
+        s = supervisor(
+            folder, [], FRONT.replace('open(sys.argv[1] + "/control", "w").close()', ""), io.StringIO(), local=False
+        )
+        try:
+            async with asyncio.timeout(20):
+                await s.start(least=0)
+        finally:
+            await s.stop()
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("who", ["router", "w1"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import stat
@@ -12,9 +13,12 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from hypic.config import HypicConfig
 from hypic.router import messages as m
+from hypic.router.costs import Costs
+from hypic.router.service import Router
 from hypic.router.transport import Peer, TransferError
-from hypic.router.transport.security import Curve, InsecureError, check_address, make_folder, make_keys
+from hypic.router.transport.security import Curve, InsecureError, check_address, curve_of, make_folder, make_keys
 from hypic.router.transport.zmq_blobs import ZmqTransport
 
 KEY = bytes(m.KEY_BYTES)
@@ -133,7 +137,7 @@ def test_a_key_that_is_added_later_is_let_in_after_a_reload(folder: Path) -> Non
             with pytest.raises(TransferError):
                 await fetched(pairs["late"], peer, 0.3)
             shutil.copy(folder / "private" / "late.key", folder / "allowed")
-            source._gate.reload()
+            source.refresh()
             assert await fetched(pairs["late"], peer, 5)
         finally:
             await source.close()
@@ -189,3 +193,75 @@ def test_folders_and_secrets_are_ours_alone(folder: Path) -> None:
     (folder / "a.key").chmod(0o600)
     with pytest.raises(InsecureError, match="no secret key"):
         Curve(folder / "a.key", folder).own_keys()
+
+
+def hello(worker: str) -> m.Hello:
+    return m.Hello(worker=worker, epoch=b"e", identity=b"i", data=TCP, http="http://h", capacity=1 << 30, free=1 << 30)
+
+
+def test_only_allowed_keys_join_a_router_of_several_hosts(folder: Path) -> None:
+    """A stranger can neither be a worker, nor speak as one, nor hear of what the cluster compiles. A key that is put into the
+    folder later is let in."""
+
+    async def main() -> None:
+        pairs = keys(folder, "router", "friend", others=("stranger",))
+        router = Router(Costs(tokens_per_s=1, transfer_gb_s=1), TCP, curve=pairs["router"])
+        address = await router.start()
+        context = zmq.asyncio.Context()
+
+        def connected(name: str | None) -> zmq.asyncio.Socket:
+            s = context.socket(zmq.DEALER)
+            s.linger, s.reconnect_ivl = 0, 20
+            if name is not None:
+                s.curve_serverkey = pairs["router"].own_keys()[0]
+                s.curve_publickey, s.curve_secretkey = pairs[name].own_keys()
+            s.connect(address)
+            return s
+
+        friend, strangers = connected("friend"), [connected(None), connected("stranger")]
+        try:
+            for s in strangers:
+                await s.send(m.encode(hello("w1")))
+            await friend.send(m.encode(hello("w0")))
+            assert await friend.poll(5000) and isinstance(m.decode(await friend.recv(), m.ToWorker), m.Welcome)
+            holds = m.encode(m.Stored(seq=1, keys=(KEY,), nbytes=(1,)))
+            for s in strangers:
+                for frame in (m.encode(hello("w0")), holds, m.encode(m.Bye()), b"garbage"):
+                    with contextlib.suppress(zmq.Again):  # libzmq has given up on that address
+                        await s.send(frame, zmq.NOBLOCK)
+            assert await asyncio.gather(*(s.poll(300) for s in strangers)) == [0, 0], "they hear nothing"
+            await friend.send(holds)
+            while not router.coordinator.cluster.directory.count("w0"):
+                await asyncio.sleep(0.01)
+            assert list(router.coordinator.hellos()) == ["w0"] and not router.rejected and not router.coordinator.counts
+            shutil.copy(folder / "private" / "stranger.key", folder / "allowed")
+            while "w2" not in router.coordinator.hellos():  # the folder is looked at several times a second
+                strangers.append(late := connected("stranger"))
+                await late.send(m.encode(hello("w2")))
+                await late.poll(200)
+        finally:
+            for s in (friend, *strangers):
+                s.close()
+            context.term()
+            await router.close()
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_a_router_of_several_hosts_without_keys_is_refused(folder: Path) -> None:
+    async def main() -> None:
+        with pytest.raises(InsecureError, match="TCP only with CURVE"):
+            await Router(Costs(tokens_per_s=1, transfer_gb_s=1), TCP).start()
+
+    asyncio.run(main())
+    curve = keys(folder, "a")["a"]
+    secret, allowed = str(curve.secret_file), str(curve.allowed)
+    assert curve_of(HypicConfig(curve_secret=secret, curve_allowed=allowed)) == curve
+    assert curve_of(HypicConfig()) is None
+    for half in (
+        {"curve_secret": secret},
+        {"curve_allowed": allowed},
+        {"curve_secret": secret, "curve_allowed": secret},
+    ):
+        with pytest.raises(InsecureError, match="public keys"):
+            curve_of(HypicConfig(**half))

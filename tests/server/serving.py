@@ -7,7 +7,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,8 @@ from typing import Any, NamedTuple
 
 import httpx
 import psutil
+
+from hypic.router.launch.plan import free_ports
 
 PATIENCE = 60.0
 """Seconds to wait for something that takes a moment on an idle machine."""
@@ -139,9 +140,7 @@ def decoded(text: str) -> Any:
 @contextmanager
 def serving(model: Path, *flags: str) -> Iterator[Server]:
     """`hypic serve MODEL FLAGS` until the block ends, ready to answer at its start."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     command = [sys.executable, "-m", "hypic", "serve", str(model), "--port", str(port), "--log-level", "error", *flags]
     paths = [str(PLUGIN), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}

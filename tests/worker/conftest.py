@@ -26,7 +26,15 @@ def worker(model: Path, *flags: str) -> Iterator[tuple[LoneRouter, Server]]:
     """A worker and its router."""
     folder = make_folder()
     router = LoneRouter(folder)
-    member = ("--hypic-router", router.control, "--hypic-worker", "w0", "--hypic-data", f"ipc://{folder}/w0")
+    member = (
+        "--hypic-router",
+        router.control,
+        "--hypic-worker",
+        "w0",
+        "--hypic-data",
+        f"ipc://{folder}/w0",
+        *router.member,
+    )
     more = ("--hypic-memory", str(ARENA_BYTES), "--enable-metrics", "--chunked-prefill-size", "512")
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = SECRET

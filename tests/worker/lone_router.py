@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 import time
 from array import array
@@ -10,13 +11,12 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-import zmq
-import zmq.asyncio
-
 from hypic.engine.cluster.exchange import rank_address
 from hypic.engine.keys import artifact_key
 from hypic.router import messages as m
+from hypic.router.launch.plan import free_ports
 from hypic.router.transport import Peer, Receipt
+from hypic.router.transport.security import Curve, Listener, make_keys
 from hypic.router.transport.zmq_blobs import ZmqTransport
 
 T = TypeVar("T")
@@ -29,13 +29,24 @@ class LoneRouter:
     """What the worker says is kept until a test asks for it; what a test wants is sent.
 
     Attributes:
-        control: address to give to the worker.
+        control: address to give to the worker, as if it were on another host.
+        member: the keys for that, as flags.
         peer: address from which the worker may fetch what tests offer.
         hello: the worker's last.
     """
 
     def __init__(self, folder: Path):
-        self.control, self._name = f"ipc://{folder}/control", b"first"
+        (port,) = free_ports(1)
+        self.control, self._name = f"tcp://127.0.0.1:{port}", b"first"
+        private, allowed = folder / "private", folder / "allowed"
+        for new in (private, allowed):
+            new.mkdir(mode=0o700)
+        pairs = {name: make_keys(private, name) for name in ("router", "worker")}
+        for public, _ in pairs.values():
+            shutil.copy(public, allowed)
+        self._curve = Curve(pairs["router"][1], allowed)
+        self.member = ("--hypic-curve-secret", str(pairs["worker"][1]), "--hypic-curve-allowed", str(allowed))
+        self.member += ("--hypic-router-key", str(pairs["router"][0]))
         self.hello: m.Hello
         self._folder = folder
         self._said: list[m.Message] = []
@@ -49,7 +60,6 @@ class LoneRouter:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE)
 
     async def _open(self) -> None:
-        self._context = zmq.asyncio.Context()
         self.peer = f"ipc://{self._folder}/peer"
         self.transports = [ZmqTransport(rank_address(self.peer, r), retry_after=0.2) for r in range(RANKS)]
         for transport in self.transports:
@@ -57,15 +67,14 @@ class LoneRouter:
         await self._bind()
 
     async def _bind(self) -> None:
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(self.control)
+        self._listener = Listener(self.control, self._curve, {})
+        self._socket = self._listener.socket
         self._reader = asyncio.create_task(self._read())
 
     async def _unbind(self) -> None:
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
-        self._socket.close()
+        self._listener.close()
 
     async def _read(self) -> None:
         while True:
@@ -167,7 +176,6 @@ class LoneRouter:
             await self._unbind()
             for transport in self.transports:
                 await transport.close()
-            self._context.term()
 
         self._do(end())
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -339,6 +339,7 @@ class Exchange:
         while True:
             for key in self._transport.idle(time.monotonic() - OFFER_IDLE):
                 self._tell(Idle(key))
+            self._transport.refresh()
             await asyncio.sleep(OFFER_IDLE / 10)
 
     # ------------------------------------------------------------------ artifacts in

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,12 +14,14 @@ from typing import NamedTuple
 import msgspec
 
 from hypic.config import HypicConfig
+from hypic.router.transport.security import InsecureError, check_address, curve_of
 
 _FRONT_ONLY = ("--host", "--port", "--fastapi-root-path", "--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs")
 """SGLang's flags that say how the endpoint is reached: workers are reached by their router alone, on this host."""
 _WORKER_ONLY = ("--base-gpu-id", "--gpu-id-step", "--nccl-port", "--dist-init-addr", "--nnodes", "--node-rank")
 TP_FLAGS = ("--tp", "--tp-size", "--tensor-parallel-size")
 LOCAL = "127.0.0.1"
+_FIRST_PORT = 10_000
 
 
 class LaunchError(RuntimeError):
@@ -40,7 +44,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         argv: SGLang's flags, the model among them.
         config: the plugin's settings.
-        workers: how many.
+        workers: how many here; more may join from other hosts, if the settings name an address for them.
         tp: GPUs of each.
         cpu: no GPUs.
         policy, costs: of the router.
@@ -68,10 +72,23 @@ def processes(layout: Layout, folder: Path, token: str, environ: Mapping[str, st
     for flag in ("--nnodes", "--node-rank", "--dist-init-addr"):
         if _value(layout.argv, flag) is not None:
             raise LaunchError(f"{flag}: hypic launch starts workers on one node; leave it out")
-    control = f"ipc://{folder}/control"
-    shared = {**environ, **common_env(layout, environ), "HYPIC_ROUTER_TOKEN": token}
+    config = layout.config
+    control = config.router or f"ipc://{folder}/control"
+    elsewhere = control.startswith("tcp://")
+    if elsewhere:
+        _check_tcp(layout)
+    elif not layout.workers:
+        raise LaunchError(
+            "--workers 0: a front alone needs an address for workers of other hosts: --hypic-router tcp://..."
+        )
+    shared = {
+        **environ,
+        **common_env(layout, environ),
+        "HYPIC_ROUTER_TOKEN": environ.get("HYPIC_ROUTER_TOKEN") or token,
+    }
     front_env = {
         **shared,
+        "HYPIC_ROUTER": "",  # it is no worker
         "HYPIC_ROUTER_BIND": control,
         "HYPIC_ROUTER_POLICY": layout.policy,
         "HYPIC_ROUTER_STATUS": str(status_file(folder)),
@@ -90,13 +107,32 @@ def processes(layout: Layout, folder: Path, token: str, environ: Mapping[str, st
     out = []
     for i, worker_port in enumerate(free_ports(layout.workers)):
         name = f"w{i}"
-        env = {**shared, "HYPIC_ROUTER": control, "HYPIC_WORKER": name, "HYPIC_DATA": f"ipc://{folder}/{name}"}
+        data = f"{control.rpartition(':')[0]}:0" if elsewhere else f"ipc://{folder}/{name}"
+        env = {**shared, "HYPIC_ROUTER": control, "HYPIC_WORKER": name, "HYPIC_DATA": data}
+        if elsewhere:
+            env["HYPIC_ROUTER_KEY"] = config.curve_secret  # which holds the public one, too: front and workers share it
         flags = ["--host", LOCAL, "--port", str(worker_port), "--incremental-streaming-output"]
         if not layout.cpu:
             flags += ["--base-gpu-id", str(first + i * layout.tp)]
         command = (sys.executable, "-m", "hypic", "serve", *argv, *flags)
         out.append(Process(name, command, env, f"http://{LOCAL}:{worker_port}"))
     return front, out
+
+
+def _check_tcp(layout: Layout) -> None:
+    """Workers of other hosts are to join. Raises LaunchError: not like this."""
+    config = layout.config
+    if layout.tp > 1 and layout.workers:
+        raise LaunchError(
+            "--hypic-router tcp:// with --tp: workers that other hosts fetch from have one rank each so far"
+        )
+    try:
+        curve = curve_of(config)
+        check_address(config.router, curve)
+        if curve is not None:
+            curve.own_keys()
+    except (InsecureError, OSError) as e:
+        raise LaunchError(f"--hypic-router {e} (--hypic-curve-secret, --hypic-curve-allowed)") from None
 
 
 def common_env(layout: Layout, environ: Mapping[str, str]) -> dict[str, str]:
@@ -107,7 +143,7 @@ def common_env(layout: Layout, environ: Mapping[str, str]) -> dict[str, str]:
     from hypic.platform_cpu.defaults import set_environment
 
     env = dict(environ)
-    threads = str(max((os.cpu_count() or 1) // layout.workers, 1))
+    threads = str(max((os.cpu_count() or 1) // max(layout.workers, 1), 1))
     env.setdefault("OMP_NUM_THREADS", threads)
     set_environment(env, flag_value(layout.argv, "--dtype"))
     new = {name: value for name, value in env.items() if environ.get(name) != value}
@@ -120,15 +156,19 @@ def status_file(folder: Path) -> Path:
 
 
 def free_ports(n: int) -> list[int]:
-    """Ports of this host that nobody listens on, all different."""
-    sockets = [socket.socket() for _ in range(n)]
-    try:
-        for s in sockets:
-            s.bind((LOCAL, 0))
-        return [s.getsockname()[1] for s in sockets]
-    finally:
-        for s in sockets:
-            s.close()
+    """Ports of this host that nobody listens on, all different.
+
+    They are below those that the system gives to connections by itself, which could take one before it is bound.
+    """
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports: list[int] = []
+    for port in random.SystemRandom().sample(range(_FIRST_PORT, max(first, _FIRST_PORT + 1000)), k=1000):
+        if len(ports) == n:
+            break
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind((LOCAL, port))
+            ports.append(port)
+    return ports
 
 
 def _value(argv: Sequence[str], flag: str) -> str | None:

@@ -110,6 +110,8 @@ class Supervisor:
         stagger: start a worker only once the one before it is alive.
         out: where logs go.
         nursery: forks them all; None starts interpreters.
+        local: the control socket is in the folder; else workers of other hosts may join, too.
+        api_key: what the front wants to hear before it answers; "" if nothing.
     """
 
     def __init__(
@@ -120,10 +122,13 @@ class Supervisor:
         stagger: bool = False,
         out: TextIO | None = None,
         nursery: Nursery | None = None,
+        local: bool = True,
+        api_key: str = "",
     ):
         width = max(len(p.name) for p in (front, *workers))
         self.front, *self.workers = (Child(p, out or sys.stdout, width, nursery) for p in (front, *workers))
-        self._folder, self._stagger = folder, stagger
+        self._folder, self._stagger, self._local = folder, stagger, local
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._up: set[str] = set()
         """Workers that were alive once, and "router" once its front answered."""
         self._tasks: list[asyncio.Task[None]] = []
@@ -135,8 +140,8 @@ class Supervisor:
         """Start everything, and wait until `least` workers are alive. Raises LaunchError."""
         self._tasks.append(asyncio.create_task(self._keep(self.front)))
         control = self._folder / "control"
-        while not control.exists():  # from here on its flags, its model and its port are known to be good
-            await self._moment()
+        while not control.exists() and "router" not in self._up:  # then its flags, its model and its port are good
+            await (self._moment() if self._local else self._look())
         for child in self.workers:
             self._tasks.append(asyncio.create_task(self._keep(child)))
             while self._stagger and child.process.name not in self._up:
@@ -208,7 +213,8 @@ class Supervisor:
         """See which workers are alive."""
         await self._moment()
         self._write_status()
-        if (snapshot := await asyncio.to_thread(get_json, f"{self.front.process.http}/workers")) is not None:
+        url = f"{self.front.process.http}/workers"
+        if (snapshot := await asyncio.to_thread(get_json, url, self._headers)) is not None:
             self._up |= {"router", *(w["name"] for w in snapshot["workers"] if w["state"] != "absent")}
 
     async def _moment(self) -> None:

@@ -10,10 +10,13 @@ socket option that refuses connections while no authenticator runs.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import stat
+import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -21,6 +24,8 @@ import zmq
 import zmq.asyncio
 import zmq.auth
 from zmq.auth.asyncio import AsyncioAuthenticator
+
+from hypic.config import HypicConfig
 
 _DOMAIN = b"hypic"
 _SUN_PATH = 107
@@ -50,6 +55,18 @@ class Curve(msgspec.Struct, frozen=True):
         if secret is None:
             raise InsecureError(f"{self.secret_file} holds no secret key: it is the .key_secret file that is meant")
         return public, secret
+
+
+def curve_of(config: HypicConfig) -> Curve | None:
+    """The keys that the settings name. Raises InsecureError: half of them."""
+    if bool(config.curve_secret) != bool(config.curve_allowed):
+        raise InsecureError("CURVE takes both a key pair of ours and the folder of the public keys that may connect")
+    if not config.curve_secret:
+        return None
+    curve = Curve(Path(config.curve_secret), Path(config.curve_allowed))
+    if not curve.allowed.is_dir():
+        raise InsecureError(f"{curve.allowed}: a folder with the public keys (*.key) of all that may connect is wanted")
+    return curve
 
 
 def make_folder() -> Path:
@@ -110,10 +127,10 @@ class Gate:
         self._curve = curve
         self._auth: AsyncioAuthenticator | None = None
         if curve is not None:
-            self._keys = curve.own_keys()
+            self._keys, self._read = curve.own_keys(), 0
             self._auth = AsyncioAuthenticator(context)
             self._auth.start()
-            self._auth.configure_curve(domain=_DOMAIN.decode(), location=curve.allowed)
+            self.refresh()
 
     @property
     def public_key(self) -> bytes:
@@ -138,11 +155,66 @@ class Gate:
         else:
             check_address(address, self._curve)
 
-    def reload(self) -> None:
-        """Read the folder of allowed keys again."""
-        if self._auth is not None and self._curve is not None:
-            self._auth.configure_curve(domain=_DOMAIN.decode(), location=self._curve.allowed)
+    def refresh(self) -> None:
+        """Read the folder of allowed keys again, if anything was put there or taken out. Who is connected stays so."""
+        if self._curve is None or self._auth is None or self._read == (now := self._curve.allowed.stat().st_mtime_ns):
+            return
+        self._read = now
+        self._auth.configure_curve(domain=_DOMAIN.decode(), location=self._curve.allowed)
 
     def close(self) -> None:
         if self._auth is not None:
             self._auth.stop()
+
+
+class Listener:
+    """A ROUTER bound to an address that only those reach whom we let in.
+
+    Args:
+        address: ``ipc://`` in a folder of ours, or ``tcp://`` with `curve`.
+        curve: keys; needed for TCP.
+        options: of the socket, beside what every listener has.
+
+    Attributes:
+        context, gate: of the socket, for others that speak to the same peers; close those first.
+
+    Raises:
+        InsecureError, zmq.ZMQError: then nothing is left open.
+    """
+
+    def __init__(self, address: str, curve: Curve | None, options: Mapping[zmq.SocketOption, int]):
+        self.context = zmq.asyncio.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        try:
+            for option, value in {zmq.LINGER: 0, zmq.ROUTER_MANDATORY: 1, **options}.items():
+                self.socket.setsockopt(option, value)
+            self.gate = Gate(self.context, curve)
+            self.gate.guard(self.socket, address)
+            self.socket.bind(address)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def address(self) -> str:
+        """Where it listens: a TCP port 0 was chosen by the system."""
+        return self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def close(self) -> None:
+        """Returns when libzmq has let go of every frame."""
+        self.socket.close()
+        if hasattr(self, "gate"):
+            with contextlib.suppress(zmq.ZMQError):
+                self.gate.close()
+        self.context.term()
+
+
+def _main(folder: Path, *names: str) -> None:
+    """Key pairs for hosts or workers: ``python -m hypic.router.transport.security FOLDER NAME...``."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    for name in names:
+        print(*make_keys(folder, name))
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]), *sys.argv[2:])

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import zmq
-import zmq.asyncio
 
 from hypic.router import messages as m
 from hypic.router.transport import Peer, Receipt, Stats
-from hypic.router.transport.security import Curve, Gate
+from hypic.router.transport.security import Curve, Listener
 from hypic.router.transport.zmq_client import ENVELOPE, BlobClient
 from hypic.router.transport.zmq_server import OPEN_CHUNKS, SEND_MARK, BlobServer
 
@@ -53,36 +52,26 @@ class ZmqTransport:
 
     async def start(self) -> str:
         """Raises InsecureError or zmq.ZMQError; then nothing is left open."""
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        try:
-            self._gate = Gate(self._context, self._curve)
-            for option, value in (
-                (zmq.LINGER, 0),
-                (zmq.ROUTER_MANDATORY, 1),
-                (zmq.HEARTBEAT_IVL, 1000),  # a peer that hangs would hold on to what was sent to it
-                (zmq.HEARTBEAT_TIMEOUT, 5000),
-                (zmq.MAXMSGSIZE, m.limit(m.ToSource) + ENVELOPE),
-                (zmq.SNDHWM, SEND_MARK),
-                (zmq.RCVHWM, OPEN_CHUNKS),
-            ):
-                self._socket.setsockopt(option, value)
-            self._gate.guard(self._socket, self._address)
-            self._socket.bind(self._address)
-        except BaseException:
-            self._socket.close()
-            if hasattr(self, "_gate"):
-                self._gate.close()
-            self._context.term()
-            raise
-        self.server = BlobServer(self._socket, self.stats, self._resolve)
-        self.client = BlobClient(self._context, self._gate, self.stats, *self._fetching)
-        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        options = {
+            zmq.HEARTBEAT_IVL: 1000,  # a peer that hangs would hold on to what was sent to it
+            zmq.HEARTBEAT_TIMEOUT: 5000,
+            zmq.MAXMSGSIZE: m.limit(m.ToSource) + ENVELOPE,
+            zmq.SNDHWM: SEND_MARK,
+            zmq.RCVHWM: OPEN_CHUNKS,
+        }
+        self._listener = listener = Listener(self._address, self._curve, options)
+        self.server = BlobServer(listener.socket, self.stats, self._resolve)
+        self.client = BlobClient(listener.context, listener.gate, self.stats, *self._fetching)
+        return listener.address
 
     @property
     def public_key(self) -> bytes:
         """What peers must know to connect over TCP."""
-        return self._gate.public_key
+        return self._listener.gate.public_key
+
+    def refresh(self) -> None:
+        """See :meth:`Gate.refresh`."""
+        self._listener.gate.refresh()
 
     def expect(self, key: bytes) -> None:
         self.server.expect(key)
@@ -119,6 +108,4 @@ class ZmqTransport:
     async def close(self) -> None:
         await self.client.close()
         await self.server.close()
-        self._socket.close()
-        self._gate.close()
-        self._context.term()  # returns when libzmq has let go of every frame
+        self._listener.close()

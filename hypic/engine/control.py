@@ -6,8 +6,10 @@ manager, which waits in a communicator of SGLang's.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from array import array
+from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
 from sglang.srt.managers.io_struct import BaseReq, hook_custom_types
 from sglang.utils import TypeBasedDispatcher
 
@@ -17,11 +19,20 @@ if TYPE_CHECKING:
     from hypic.engine.manager import LinkManager
 
 
+Action = Literal["look", "learn", "reset", "pin", "unpin", "forget", "drop"]
+"""drop: forget, and the artifacts too. learn: know these from now on. reset: these and no others, none of them pinned."""
+
+
 class NamedSegmentsReq(BaseReq, kw_only=True):  # type: ignore[call-arg]
-    """`action` is "look", "pin", "unpin", "forget" or "drop" (forget, and the artifacts too)."""
+    """`action` is one of :data:`Action`. The other columns are what is to be learned of each name; `adapters` holds SGLang's
+    ids of them, `tokens` arrays of int64 as bytes."""
 
     action: str
     names: list[str]
+    tenants: list[str] = msgspec.field(default_factory=list)
+    adapters: list[str] = msgspec.field(default_factory=list)
+    methods: list[str] = msgspec.field(default_factory=list)
+    tokens: list[bytes] = msgspec.field(default_factory=list)
 
 
 class NamedSegmentsReqOutput(BaseReq, kw_only=True):  # type: ignore[call-arg]
@@ -52,7 +63,14 @@ def serve(scheduler: Any, manager: LinkManager) -> None:
 def act(manager: LinkManager, request: NamedSegmentsReq) -> NamedSegmentsReqOutput:
     """Do what is asked, the same on all ranks."""
     named, refused = manager.named, ""
-    if request.action == "pin":
+    if request.action in ("learn", "reset"):
+        if request.action == "reset":
+            named.clear()
+        columns = request.names, request.tenants, request.adapters, request.methods, request.tokens
+        for name, tenant, adapter, method, tokens in zip(*columns, strict=True):
+            if (known := manager.methods.get(method or manager.default.name)) is not None:
+                named.learn(name, tenant, adapter, array("q", tokens), known)
+    elif request.action == "pin":
         try:
             named.pin(request.names)
         except PinRefused as e:

@@ -159,7 +159,7 @@ def join_cluster(scheduler: Any, manager: LinkManager) -> None:
     shape = Shape(
         artifact_bytes=layout.payload_bytes(0) + len(manager.header(array("q"), "")),
         artifact_token_bytes=layout.kv_token_bytes,
-        seam_window=config.seam_window,
+        seam_window=manager.default.seam_window,
         min_segment=config.min_segment,
         forward_tokens=max(args.chunked_prefill_size or 0, 0),
     )
@@ -176,7 +176,7 @@ def join_cluster(scheduler: Any, manager: LinkManager) -> None:
         ranks=manager.identity.tp_size,
     )
     exchange = Exchange(
-        member, manager.identity.digest, mover_for(manager.store.arena.buffer, config.data, config.transport)
+        member, manager.shared_identity, mover_for(manager.store.arena.buffer, config.data, config.transport)
     )
     exchange.start()
     global _exchange

@@ -227,6 +227,11 @@ class LinkManager:
         """Store key of a segment."""
         return keys.artifact_key(self.identity.of(method, self._dummy).digest, tenant, adapter, tokens)
 
+    @property
+    def shared_identity(self) -> bytes:
+        """What the keys of artifacts have in common that workers of one cluster share: those for the default method."""
+        return self.identity.of(self.default, self._dummy).digest
+
     def method_of(self, artifact: Artifact) -> Method:
         return self.methods[artifact.method or self.default.name]
 

@@ -81,6 +81,10 @@ class NamedSegments:
         if known is not None:
             named.hits = known.hits
 
+    def clear(self) -> None:
+        """All names are gone."""
+        self.forget(list(self._by_id))
+
     def hit(self, key: bytes) -> None:
         if (named := self._by_key.get(key)) is not None:
             named.hits += 1

@@ -102,8 +102,6 @@ def check_server_args(args: Any, config: HypicConfig) -> None:
     if config.router:
         if args.tp_size > 1 and not config.data.startswith("ipc://"):
             raise Unsupported("--hypic-data with --tp-size > 1: write ipc:///PATH, ranks speak to each other beside it")
-        if config.methods != HypicConfig().methods:
-            raise Unsupported("--hypic-router with --hypic-methods: workers and router know the default method only")
         if not config.worker or not config.data:
             raise Unsupported(
                 "--hypic-router needs --hypic-worker NAME and --hypic-data ADDRESS; `hypic launch` sets them"

@@ -7,7 +7,7 @@ come. So nothing here waits for certainty; every wait has a deadline.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hypic.router import messages as m
@@ -62,6 +62,8 @@ class Coordinator:
         self.settings = settings or Settings()
         self.counts: Counter[str] = Counter()
         """Frames of strangers, stale hits, orders repeated, deadlines missed: for metrics."""
+        self.on_lost: Callable[[str], Any] = lambda worker: None
+        """Called with every worker that is not part of the cluster any more."""
         self._connections: dict[bytes, _Connection] = {}
         self._by_name: dict[str, _Connection] = {}
         self._relaxed = 0.0
@@ -91,11 +93,19 @@ class Coordinator:
         self._alive.heard(connection.hello.worker, now)
         return self._handlers[type(message)](connection, message, now)
 
-    def submit(self, request: str, prompts: list[Prompt], now: float, combine: str | None = None) -> list[Action]:
+    def submit(
+        self,
+        request: str,
+        prompts: list[Prompt],
+        now: float,
+        combine: str | None = None,
+        prefix: Sequence[bytes] = (),
+    ) -> list[Action]:
         """A request with these segments, in natural order.
 
         Args:
             combine: the worker that combines it, if that is decided already and it is alive.
+            prefix: digests of its blocks (:mod:`hypic.router.prefixes`).
 
         Raises:
             NoWorkers: none is alive.
@@ -104,8 +114,9 @@ class Coordinator:
         if request in self._requests:
             raise ValueError(f"request {request} is known already")
         segments = [Segment(p.key, len(p.tokens) // 8, p.nbytes) for p in prompts]
-        placement = place(self.cluster, segments, self.policy, combine)
+        placement = place(self.cluster, segments, self.policy, combine, prefix)
         new = self.cluster.commit(request, placement, segments)
+        self.cluster.prefixes.remember(placement.combine, prefix)
         state = self._requests[request] = _Request(placement, prompts)
         state.awaited = {k: s.worker for k, s in placement.sources.items() if s.worker != placement.combine}
         cold = {k for k, s in placement.sources.items() if s.role != "send"}
@@ -275,6 +286,7 @@ class Coordinator:
         del self._connections[connection.peer]
         self._alive.forget(worker)
         orphans = self.cluster.lost(worker)
+        self.on_lost(worker)
         if not self._by_name and not self._fixed:
             self.identity = b""
         for key, flight in orphans.items():

@@ -13,6 +13,7 @@ import msgspec
 
 from hypic.router.costs import Costs
 from hypic.router.directory import Directory
+from hypic.router.prefixes import Prefixes
 from hypic.router.rate import Rate
 
 Policy = Literal["lpt", "round_robin"]
@@ -27,6 +28,9 @@ DRIFT = 0.25
 STALE = 15.0
 """Seconds without a measurement after which a worker's speed begins to be taken for that of the others: one that was slow once
 would not be given work again, and so never be seen to be as fast as they are."""
+CROWD = 4
+"""A worker that answers more than twice as many requests as the idlest, and this many more, gets no other for its prefix: or all
+that begin alike would decode in one place."""
 LEAST_GAIN = 0.05
 """Scattering must promise to save this share of the time, or the request stays on one worker."""
 
@@ -110,6 +114,7 @@ class Cluster:
         self.costs = costs
         self.workers: dict[str, Worker] = {}
         self.directory = Directory()
+        self.prefixes = Prefixes()
         self.flights: dict[bytes, Flight] = {}
         self.turn = 0
         """Round robin's position."""
@@ -181,6 +186,7 @@ class Cluster:
         """The worker is dead. Returns its flights, now closed: to be ordered elsewhere."""
         self.workers.pop(worker, None)
         self.directory.leave(worker)
+        self.prefixes.leave(worker)
         orphans = {k: f for k, f in self.flights.items() if f.worker == worker}
         for key in orphans:
             del self.flights[key]
@@ -230,12 +236,17 @@ def lower_bound(jobs: Iterable[float], workers: int) -> float:
 
 
 def place(
-    cluster: Cluster, segments: Sequence[Segment], policy: Policy = "lpt", combine: str | None = None
+    cluster: Cluster,
+    segments: Sequence[Segment],
+    policy: Policy = "lpt",
+    combine: str | None = None,
+    prefix: Sequence[bytes] = (),
 ) -> Placement:
     """Who combines and who provides what. Changes nothing but round robin's position; `Cluster.commit` does.
 
     Args:
         combine: the worker that combines, if that is decided already and it is alive.
+        prefix: digests of the prompt's blocks (:mod:`hypic.router.prefixes`).
 
     Raises:
         NoWorkers: none is alive.
@@ -244,7 +255,7 @@ def place(
         raise NoWorkers("every worker is drained" if cluster.workers else "no worker is alive")
     distinct = {s.key: s for s in segments}
     if combine not in cluster.workers:
-        combine = _combine_worker(cluster, list(distinct.values()))
+        combine = _combine_worker(cluster, list(distinct.values()), prefix)
     assert combine is not None
     sources: dict[bytes, Source] = {}
     missing: dict[bytes, Segment] = {}
@@ -266,16 +277,21 @@ def place(
     return Placement(combine, sources, any(w != combine for w in assigned.values()), seconds)
 
 
-def _combine_worker(cluster: Cluster, segments: Sequence[Segment]) -> str:
-    """The one that would have everything soonest: by what it must wait for first, what it lacks, and whether it fits."""
+def _combine_worker(cluster: Cluster, segments: Sequence[Segment], prefix: Sequence[bytes]) -> str:
+    """The one that would have everything soonest: by what it must wait for first, what it lacks, what it need not compute as
+    it has seen the prompt's beginning, and whether it fits."""
     need = sum(s.nbytes for s in segments)
+    seen, available = cluster.prefixes.tokens(prefix), cluster.available()
+    crowded = 2 * min(w.running for w in available.values()) + CROWD
 
     def cost(worker: Worker) -> tuple[bool, float, int, str]:
         held = sum(s.nbytes for s in segments if cluster.directory.holds(worker.name, s.key))
         seconds = cluster.ready_seconds(worker) + cluster.costs.transfer_seconds(need - held)
+        if worker.running <= crowded:
+            seconds -= seen.get(worker.name, 0) / cluster.costs.tokens_per_s
         return need > worker.capacity, seconds, worker.running, worker.name
 
-    return min(cluster.available().values(), key=cost).name
+    return min(available.values(), key=cost).name
 
 
 def _assign(

@@ -71,11 +71,13 @@ class Router:
         """Segments by how their combine worker was to come by them."""
         self.placements: Counter[str] = Counter()
         self.heartbeats: dict[str, m.Heartbeat] = {}
-        self._reachable = reachable
+        self.reachable = reachable
         self._socket = ControlSocket(self, address, self._act, curve)
         self._tickets: dict[str, Ticket] = {}
         self._expected_at: dict[str, float] = {}
-        self._reached: set[tuple[str, bytes]] = set()
+        self._reached: dict[str, bytes] = {}
+        """Which run of a worker was found to be reachable; not remembered once it is lost."""
+        self.coordinator.on_lost = lambda worker: self._reached.pop(worker, None)
         self._probes: dict[str, tuple[bytes, m.Hello]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -92,7 +94,13 @@ class Router:
     # ------------------------------------------------------------------ requests
 
     async def submit(
-        self, rid: str, prompts: Sequence[Prompt], prompt_tokens: int, combine: str | None = None, arrived: float = 0.0
+        self,
+        rid: str,
+        prompts: Sequence[Prompt],
+        prompt_tokens: int,
+        combine: str | None = None,
+        arrived: float = 0.0,
+        prefix: Sequence[bytes] = (),
     ) -> Ticket:
         """Place a request, and wait until it may go to its combine worker.
 
@@ -100,6 +108,7 @@ class Router:
             rid: SGLang's request id.
             combine: the worker that combines it, if that is decided already and it is alive.
             arrived: when it arrived, by the monotonic clock; now if not given.
+            prefix: digests of the prompt's blocks (:mod:`hypic.router.prefixes`).
 
         Raises:
             NoWorkers: none is alive.
@@ -108,7 +117,7 @@ class Router:
         request, now = f"r{secrets.token_hex(12)}", time.monotonic()
         ticket = Ticket(request, self.recorder.begin(request, rid, prompt_tokens, arrived or now))
         try:
-            actions = self.coordinator.submit(request, list(prompts), now, combine)
+            actions = self.coordinator.submit(request, list(prompts), now, combine, prefix)
         except BaseException as e:
             self.recorder.end(request, type(e).__name__, now)
             raise
@@ -180,7 +189,7 @@ class Router:
 
     def _hello(self, peer: bytes, hello: m.Hello, now: float) -> list[Action]:
         """Workers introduce themselves when their scheduler is up, which is before their HTTP server is."""
-        if self._reachable is None or (hello.worker, hello.epoch) in self._reached:
+        if self.reachable is None or self._reached.get(hello.worker) == hello.epoch:
             self._reckon(lambda: self.measured.hello(hello))
             return self._noted(self.coordinator.receive(peer, hello, now), now)
         waiting = hello.worker in self._probes
@@ -193,11 +202,11 @@ class Router:
 
     async def _probe(self, worker: str) -> None:
         """Wait for the HTTP server of whatever run of this worker spoke last."""
-        assert self._reachable is not None
-        while not await self._reachable(self._probes[worker][1].http):
+        assert self.reachable is not None
+        while not await self.reachable(self._probes[worker][1].http):
             await asyncio.sleep(_PROBE_EVERY)
         peer, hello = self._probes.pop(worker)
-        self._reached = {run for run in self._reached if run[0] != worker} | {(worker, hello.epoch)}
+        self._reached[worker] = hello.epoch
         now = time.monotonic()
         self._carry_out(self._hello(peer, hello, now), now)
 

@@ -12,10 +12,20 @@ pytest.register_assert_rewrite("tests.server.serving", "tests.cases.driving", "t
 from hypic.router.transport.security import make_folder  # noqa: E402
 from tests.cases.driving import Writer  # noqa: E402
 from tests.cluster.launched import Cluster, launched  # noqa: E402
+from tests.server.naming import Names  # noqa: E402
 from tests.server.serving import TextWriter  # noqa: E402
 
 ARENA_BYTES = 16 << 20
-FLAGS = ("--hypic-memory", str(ARENA_BYTES), "--log-level", "error", "--enable-cache-report")
+FLAGS = (
+    "--hypic-memory",
+    str(ARENA_BYTES),
+    "--hypic-methods",
+    "seam,seam-24",
+    "--log-level",
+    "error",
+    "--enable-cache-report",
+    "--enable-metrics",
+)
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +43,13 @@ def cluster(cluster_of_session: Cluster) -> Iterator[Cluster]:
     """The cluster; after every test all workers are alive, and none has a request, lock or slot left over (exact sets)."""
     yield cluster_of_session
     cluster_of_session.audit()
+
+
+@pytest.fixture
+def names(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Names]:
+    made = Names(cluster, f"tenant of {request.node.nodeid}")
+    yield made
+    made.clear()
 
 
 @pytest.fixture

@@ -16,6 +16,9 @@ from hypic.check.workers import Endpoint, check_p3_across
 from hypic.config import HypicConfig
 from tests.cases.driving import Writer
 from tests.cluster.launched import Cluster, Worker
+from tests.server import requests
+from tests.server.naming import Names, chat, named, report_of
+from tests.server.requests import REPORT
 from tests.server.serving import CHAT, COMPLETIONS, GENERATE, MARK, TextWriter
 
 SEGMENTS, LENGTH = 9, 512
@@ -170,6 +173,71 @@ def test_errors_are_a_workers_and_reserved_fields_are_refused(cluster: Cluster, 
         assert reply.status == 501 and "ask a worker directly" in reply.body["error"]["message"], path
 
 
+def pinned(cluster: Cluster) -> dict[str, float]:
+    """Bytes of pinned artifacts, by worker that has any."""
+    read = {name: cluster.worker(name).metrics().read("hypic:pinned_bytes") for name in cluster.workers()}
+    return {name: nbytes for name, nbytes in read.items() if nbytes}
+
+
+def test_registered_segments_are_the_clusters(cluster: Cluster, names: Names, text: TextWriter) -> None:
+    """Compiled by some worker, used by id on any, pinned and dropped wherever they are."""
+    a, b, question = text.document(), text.document(), text.words(5)
+    one, other = names.register(a, b)
+    assert [(s["status"], s["hits"], s["pinned"]) for s in (one, other)] == [("ready", 0, False)] * 2
+    assert names.register(a, method="seam")[0]["id"] == one["id"] and len(names.listed()) == 2
+    by_id = cluster.ask(CHAT, chat(names.tenant, named(one), text.words(3), named(other), question))
+    report = report_of(by_id)
+    assert {s["outcome"] for s in requests.segments(report)} <= {"hit_device", "hit_remote"}
+    assert names.get(one["id"])["hits"] == 1
+
+    assert names.call("POST", f"{one['id']}/pin").body["pinned"]
+    holders = set(cluster.wait(lambda: pinned(cluster), "pinned where it is"))
+    link, *_ = sorted(cluster.workers().keys() - holders)  # the two segments were on two workers at most
+    rest = sorted(cluster.workers().keys() - {link})
+    held = sum(w["artifacts"] for w in cluster.workers().values())
+    cluster.ask("/workers", {"drain": rest})
+    try:
+        report = report_of(cluster.ask(CHAT, chat(names.tenant, named(one), question)))
+    finally:
+        cluster.ask("/workers", {"resume": rest})
+    assert report["router"]["worker"] == link and requests.outcomes(report) == ["hit_remote"]
+    cluster.wait(lambda: pinned(cluster).keys() == holders | {link}, "pinned where it went")
+    found = names.get(one["id"])
+    assert (found["pinned"], found["hits"]) == (True, 2)
+    assert names.call("DELETE", one["id"]).status == 200 and not pinned(cluster)
+    cluster.wait(
+        lambda: sum(w["artifacts"] for w in cluster.workers().values()) == held - len(holders), "all are dropped"
+    )
+
+    stranger = f"{names.tenant}!"
+    assert names.listed(stranger) == [] and names.call("GET", other["id"], stranger).status == 404
+    for reply in (
+        cluster.post(CHAT, chat(stranger, named(other), question)),
+        cluster.post(CHAT, chat(names.tenant, named(one), question)),
+        names.call("POST", f"{other['id']}/pin", stranger),
+    ):
+        assert reply.status == 404 and "unknown here" in str(reply.body), reply
+    for server, status in ((cluster, 501), (cluster.worker("w0"), 404)):
+        assert server.http.post("/hypic/segments", content=b"").status_code == status, "the router alone asks"
+
+
+def test_methods_of_the_clients_choice(cluster: Cluster, names: Names, text: TextWriter) -> None:
+    """Compiled where they are linked, as workers share the default's; a name that the cluster lacks is refused."""
+    document, before = text.document(), cluster.metrics()
+    (one,) = names.register(document, method="seam-24")
+    assert one["status"] == "ready" and one["id"] != names.register(document)[0]["id"]
+    body = chat(names.tenant, named(one), text.words(5), hypic={"method": "seam-24", **REPORT})
+    report = report_of(cluster.ask(CHAT, body))
+    assert (report["method"], report["seam_window"]) == ("seam-24", 24)
+    assert set(requests.outcomes(report)) <= {"hit_device", "compiled"}
+    assert cluster.metrics().since(before)["router_unshared_total{reason=method}"] == 2
+    for reply in (
+        cluster.post(CHAT, chat(names.tenant, "a", hypic={"method": "legolink-0"})),
+        names.post(document, method="legolink-0"),
+    ):
+        assert reply.status == 400 and "this server has seam, seam-24 (--hypic-methods)" in str(reply.body), reply
+
+
 def test_what_the_endpoint_says_of_itself(cluster: Cluster, write: Writer) -> None:
     before = cluster.metrics()
     cluster.ask(GENERATE, generate(Prompt(write.tokens(30), [], 2, "")))
@@ -186,8 +254,11 @@ def test_what_the_endpoint_says_of_itself(cluster: Cluster, write: Writer) -> No
     cluster.wait(lambda: not any(w["artifacts"] for w in cluster.workers().values()), "flushed everywhere")
 
 
-def test_workers_are_drained_and_had_back(cluster: Cluster, write: Writer) -> None:
-    """Two are drained: the third does all alone. Unknown names and words change nothing."""
+def test_workers_are_drained_and_had_back(cluster: Cluster, write: Writer, text: TextWriter) -> None:
+    """Two are drained: the third does all alone. Unknown names and words change nothing. The next turn of a chat comes back to it
+    when there are others again."""
+    turns = [{"role": "user", "content": text.words(150)}]
+    chat = {"model": "m", "temperature": 0, "max_tokens": 4, "ignore_eos": True, "hypic": {"report": True}}
     reply = cluster.post("/workers", {"drain": ["w0", "w2"], "policy": "round_robin"})
     assert reply.status == 200 and reply.body["policy"] == "round_robin"
     assert {w["name"]: w["state"] for w in reply.body["workers"]} == {"w0": "drained", "w1": "alive", "w2": "drained"}
@@ -203,10 +274,15 @@ def test_workers_are_drained_and_had_back(cluster: Cluster, write: Writer) -> No
             reply = cluster.post("/workers", wrong)
             assert reply.status == 400 and says in reply.body["error"]["message"]
         assert cluster.alive() == ["w1"]
+        said = cluster.ask(CHAT, {**chat, "messages": turns})["choices"][0]["message"]["content"]
     finally:
         cluster.ask("/workers", {"resume": ["w0", "w2"], "policy": "lpt"})
     prompt = long_prompt(write)
     assert ask(cluster.url, list(prompt.ids), [list(s) for s in prompt.segments]).workers > 1
+    turns += [{"role": "assistant", "content": said}, {"role": "user", "content": text.words(5)}]
+    second = cluster.ask(CHAT, {**chat, "messages": turns})
+    assert second["sglext"]["hypic"][0]["router"]["worker"] == "w1"
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
 
 
 def test_a_benchmark_and_the_self_check_on_it(

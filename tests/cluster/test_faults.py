@@ -14,7 +14,9 @@ import zmq
 from hypic.router import messages as m
 from tests.cases.driving import Writer
 from tests.cluster.launched import WORKERS, Cluster
-from tests.cluster.test_answers import generate, long_prompt, same_answer, segments
+from tests.cluster.test_answers import generate, long_prompt, pinned, same_answer, segments
+from tests.server.naming import Names
+from tests.server.requests import REPORT, native
 from tests.server.serving import GENERATE, Reply
 
 RESTART = 240.0
@@ -89,9 +91,10 @@ def test_a_client_leaves(cluster: Cluster, write: Writer) -> None:
     assert not any(name.startswith("router_retries") for name in cluster.metrics().since(before))
 
 
-def test_workers_and_the_router_die(cluster: Cluster, write: Writer) -> None:
+def test_workers_and_the_router_die(cluster: Cluster, names: Names, write: Writer) -> None:
     """CASES 23: kill -9 of a worker that compiles for another, of one that combines, before its first token and in the middle
     of a stream, and of the router. In the end all are back, and the audit of every worker is exact."""
+    (kept,) = names.register(write.tokens(80), pin=True)
     warm, other = (generate(long_prompt(write, n=6, length=800)) for _ in range(2))
     first = cluster.ask(GENERATE, warm)
     combine = first["meta_info"]["hypic"]["router"]["worker"]
@@ -151,11 +154,21 @@ def test_workers_and_the_router_die(cluster: Cluster, write: Writer) -> None:
 
     # The router: its clients see an error, the workers stay, and come back to the new one with all that they hold.
     cluster.wait(lambda: len(cluster.alive()) == WORKERS, "all back", RESTART)
-    held = {name: w["artifacts"] for name, w in cluster.workers().items()}
     assert sum(w["restarts"] for w in cluster.workers().values()) == 3
+    used = {"input_ids": write.tokens(9), "extra_key": names.tenant, "sampling_params": native()}
+    for name in cluster.alive():  # those that were started again, too
+        rest = sorted(cluster.workers().keys() - {name})
+        cluster.ask("/workers", {"drain": rest})
+        answer = cluster.ask(GENERATE, {**used, "hypic": {"insert": [[4, kept["id"]]], **REPORT}})
+        cluster.ask("/workers", {"resume": rest})
+        assert answer["meta_info"]["hypic"]["router"]["worker"] == name
+    cluster.wait(lambda: pinned(cluster).keys() == cluster.workers().keys(), "pinned everywhere, as everyone has it")
+    held = {name: w["artifacts"] for name, w in cluster.workers().items()}
     cluster.kill_router()
     cluster.wait(lambda: cluster.all_alive(), "all known to the new router", RESTART)
     cluster.wait(lambda: {n: w["artifacts"] for n, w in cluster.workers().items()} == held, "announced again")
+    assert names.call("GET", kept["id"]).status == 404
+    cluster.wait(lambda: not pinned(cluster), "no pins of ids that nobody knows any more")
     answer = cluster.ask(GENERATE, warm)
     assert {s["outcome"] for s in segments(answer["meta_info"])} <= {"hit_device", "hit_remote", "hit_radix"}
     same_answer(first, answer)

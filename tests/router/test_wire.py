@@ -17,9 +17,8 @@ from sglang.srt.managers.tokenizer_manager import ReqState
 
 from hypic.config import HypicConfig
 from hypic.engine.keys import artifact_key
-from hypic.method import Method
 from hypic.router.costs import Costs
-from hypic.router.front.manager import RouterManager
+from hypic.router.front import placing
 from hypic.router.front.wire import Assembly, body, error_of, events
 from hypic.segment import Bounds, RequestSpans
 
@@ -127,25 +126,45 @@ def test_what_is_placed_of_a_prompt() -> None:
     """What a worker would link, under the names that it uses; nothing that it would compute in place."""
     ids = array.array("q", range(400))
     plan = RequestSpans(cached=(Bounds(0, 100), Bounds(100, 120), Bounds(130, 300), Bounds(300, 400)), salt="tenant")
-    measured = SimpleNamespace(
-        costs=Costs(tokens_per_s=1, transfer_gb_s=1, artifact_bytes=1000, artifact_token_bytes=2)
-    )
-    router = SimpleNamespace(coordinator=SimpleNamespace(identity=b"id"), measured=measured)
-    manager: Any = SimpleNamespace(router=router, _config=HypicConfig(), _method=Method("seam", "seam", 8))
+    costs = Costs(tokens_per_s=1, transfer_gb_s=1, artifact_bytes=1000, artifact_token_bytes=2)
 
-    def placed(**fields: Any) -> list[Any]:
-        params = SimpleNamespace(custom_params=plan.to_params())
-        tokenized = SimpleNamespace(**{"input_ids": ids, "lora_id": None, "sampling_params": params, **fields})
-        return RouterManager._prompts(manager, SimpleNamespace(tokenized=tokenized))  # type: ignore[arg-type]
+    def asked(plan: RequestSpans | None, **fields: Any) -> Any:
+        params = SimpleNamespace(custom_params=plan.to_params() if plan else None)
+        return SimpleNamespace(input_ids=ids, lora_id=None, extra_key="x", sampling_params=params, **fields)
 
-    first, third = placed()
+    def placed(plan: RequestSpans | None) -> list[Any]:
+        tokenized = asked(plan)
+        return placing.segments(tokenized, placing.plan_of(tokenized), b"id", HypicConfig(), costs)
+
+    first, third = placed(plan)
     assert (first.tokens, third.tokens) == (ids[:100].tobytes(), ids[130:300].tobytes()), (
         "short, and at the prompt's end"
     )
     assert first.key == artifact_key(b"id", "tenant", "", ids[:100]) and first.nbytes == 1000 + 2 * 92
-    assert placed(lora_id="a1") == [], "workers do not share what an adapter made"
+    assert placed(None) == []
+    whole = msgspec.structs.replace(plan, cached=(Bounds(0, 400),))
+    assert placed(whole) == [] and len(placed(msgspec.structs.replace(whole, name="seg_1"))) == 1, "all of it is named"
+
+
+def test_what_other_workers_may_not_compile() -> None:
+    plan = RequestSpans(cached=(Bounds(0, 100),))
+    base, adapted = SimpleNamespace(lora_id=None), SimpleNamespace(lora_id="drawn at random")
     other = msgspec.structs.replace(plan, method="legolink-0")
-    assert placed(sampling_params=SimpleNamespace(custom_params=other.to_params())) == [], "nor those of another method"
-    assert placed(sampling_params=SimpleNamespace(custom_params=None)) == []
-    router.coordinator.identity = b""
-    assert placed() == [], "no worker has said what it serves"
+    found = [placing.unshared(*x) for x in ((base, plan), (adapted, plan), (base, other), (adapted, RequestSpans()))]
+    assert found == [None, "adapter", "method", None]
+
+
+def test_beginnings_are_of_one_tenant_adapter_and_method() -> None:
+    """And of links apart from plain prompts, which share no keys and values with them."""
+    ids = array.array("q", range(200))
+    tokenized, other = (SimpleNamespace(input_ids=ids, extra_key=x) for x in ("x", "y"))
+    plan = RequestSpans(cached=(Bounds(0, 100),), salt="t")
+    found = [
+        placing.beginning(tokenized, RequestSpans(), None),
+        placing.beginning(other, RequestSpans(), None),
+        placing.beginning(tokenized, RequestSpans(), "an adapter"),
+        placing.beginning(tokenized, plan, None),
+        placing.beginning(tokenized, msgspec.structs.replace(plan, method="seam-24"), None),
+    ]
+    assert [len(blocks) for blocks in found] == [3] * 5 and len({b for blocks in found for b in blocks}) == 15
+    assert placing.beginning(tokenized, msgspec.structs.replace(plan, name="seg_1"), None) == []

@@ -295,13 +295,13 @@ class Sharing:
 
     def new_weights(self) -> None:
         """The identity has changed."""
-        self.exchange.rename(self.manager.identity.digest)
+        self.exchange.rename(self.manager.shared_identity)
 
     def _wrong(self, key: bytes, tenant: str, adapter: str, tokens: array[int]) -> str | None:
         """Why a segment cannot be what the router says it is, or None."""
         if adapter:  # their ids are drawn at random by each server
             return "adapters are not shared"
-        if keys.artifact_key(self.manager.identity.digest, tenant, adapter, tokens) != key:
+        if keys.artifact_key(self.manager.shared_identity, tenant, adapter, tokens) != key:
             return "key and tokens do not agree"
         ids = np.frombuffer(tokens, dtype=np.int64)
         if ids.min() < 0 or ids.max() >= self.manager.vocab_size:

@@ -88,12 +88,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             raise BadRequest(f"hypic.segments: are token positions and need a prompt of token ids; {remedy}")
 
     def method_of(self, names: Collection[str]) -> str:
-        """The method's name, "" for the default. Raises BadRequest if it is not among ``names``, the server's."""
+        """The method's name, "" for the first of ``names``, the default. Raises BadRequest if the server's are others."""
         if self.method is not None and self.method not in names:
             raise BadRequest(
                 f"hypic.method {_show(self.method)}: this server has {', '.join(names)} (--hypic-methods); pick one or none"
             )
-        return self.method or ""
+        return self.method if self.method and self.method != next(iter(names)) else ""
 
     def refuse_insert(self, remedy: str) -> None:
         """Raises BadRequest if ``insert`` came where it has no meaning."""

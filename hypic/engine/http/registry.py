@@ -127,6 +127,10 @@ class Registry:
         """The tenant's segments, the oldest first."""
         return [r for r in self._records.values() if r.tenant == tenant and self.left(r) != 0]
 
+    def all(self) -> list[Record]:
+        """Those of all tenants."""
+        return list(self._records.values())
+
     def left(self, record: Record) -> float | None:
         """Seconds that it will live without a use; None for ever, 0 if it has expired."""
         return None if record.ttl is None else max(record.touched + record.ttl - self._clock(), 0.0)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from hypic.engine.http import from_router
 from hypic.engine.http.options import Options
 from hypic.engine.http.registry import RegistryFull
 from hypic.engine.http.segments import PinRefused, Segments, View, segments_of
@@ -220,3 +221,4 @@ def serve() -> None:
 
     if not any(getattr(r, "endpoint", None) is register for r in included.routes):
         included.include_router(router)
+        included.include_router(from_router.router)

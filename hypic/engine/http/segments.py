@@ -16,7 +16,7 @@ from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.utils import TypeBasedDispatcher
 
 from hypic.config import HypicConfig, from_env
-from hypic.engine.control import NamedSegmentsReq, NamedSegmentsReqOutput
+from hypic.engine.control import Action, NamedSegmentsReq, NamedSegmentsReqOutput
 from hypic.engine.http.models import GenerateReqInput
 from hypic.engine.http.options import BadRequest
 from hypic.engine.http.registry import Record, Registry, Wanted
@@ -102,7 +102,7 @@ class Segments:
         return await self.views(records)
 
     async def views(self, records: Sequence[Record]) -> list[View]:
-        looks = (await self._ask("look", [r.id for r in records])).looks() if records else []
+        looks = (await self._tell("look", [r.id for r in records])).looks() if records else []
         return [View(r, look, self.registry.left(r)) for r, look in zip(records, looks, strict=True)]
 
     async def pin(self, tenant: str, name: str, request: Any = None) -> View:
@@ -115,14 +115,14 @@ class Segments:
     async def unpin(self, tenant: str, name: str) -> View:
         """Raises UnknownSegment."""
         record = self.registry.get(tenant, name)
-        await self._ask("unpin", [name])
+        await self._tell("unpin", [name])
         return (await self.views([record]))[0]
 
     async def delete(self, tenant: str, name: str) -> None:
         """Forget it and its artifact. Raises UnknownSegment."""
         self.registry.get(tenant, name)
         self.registry.drop([name])
-        await self._ask("drop", [name])
+        await self._tell("drop", [name])
 
     # ------------------------------------------------------------------ parts
 
@@ -149,20 +149,24 @@ class Segments:
             span = report["spans"][0] if report else {"reason": "aborted"}
             record.reason = span["reason"] or ("too_short" if span["outcome"] == "too_short" else None)
         if gone := [name for name in records if name not in self.registry]:  # deleted before the schedulers knew them
-            await self._ask("forget", gone)
+            await self._tell("forget", gone)
 
     async def _pin(self, names: list[str]) -> None:
-        if refused := (await self._ask("pin", names)).refused:
+        if refused := (await self._tell("pin", names)).refused:
             raise PinRefused(refused)
 
-    async def _ask(self, action: str, names: list[str]) -> NamedSegmentsReqOutput:
+    async def _tell(self, action: Action, names: list[str]) -> NamedSegmentsReqOutput:
+        return await self.ask(NamedSegmentsReq(action=action, names=names))
+
+    async def ask(self, request: NamedSegmentsReq) -> NamedSegmentsReqOutput:
+        """Have the schedulers do it."""
         if self._control is None:
             self._manager.auto_create_handle_loop()
             self._control = FanOutCommunicator(self._manager._dispatch_to_scheduler, 1)
             self._manager._result_dispatcher += TypeBasedDispatcher(
                 [(NamedSegmentsReqOutput, self._control.handle_recv)]
             )
-        (answer,) = await self._control(NamedSegmentsReq(action=action, names=names))
+        (answer,) = await self._control(request)
         return answer
 
     def _arm(self) -> None:
@@ -176,7 +180,7 @@ class Segments:
     def _expire(self) -> None:
         if gone := self.registry.expired():
             self.registry.drop(gone)
-            task = asyncio.get_running_loop().create_task(self._ask("forget", gone))
+            task = asyncio.get_running_loop().create_task(self._tell("forget", gone))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         self._arm()

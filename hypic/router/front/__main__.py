@@ -90,7 +90,7 @@ def run(server_args: Any, config: HypicConfig) -> None:
     costs = read_costs(Path(os.environ[COSTS])) if os.environ.get(COSTS) else BUILT_IN
     workers = Workers(os.environ.get(TOKEN, ""), server_args.api_key or "")
     policy = cast(Policy, os.environ.get(POLICY) or "lpt")
-    router = Router(costs, os.environ[ADDRESS], policy, curve=curve_of(config), reachable=workers.answers)
+    router = Router(costs, os.environ[ADDRESS], policy, curve=curve_of(config))
     make = functools.partial(RouterManager, router=router, workers=workers, config=config)
     manager, templates = init_tokenizer_manager(server_args, None, make)
     manager.max_req_input_len = manager.context_len - 1

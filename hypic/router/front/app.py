@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _SERVED = (
     "/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/models",
-    "/v1/tokenize", "/tokenize", "/v1/detokenize", "/detokenize", "/api/", "/invocations", "/vertex_generate",
+    "/v1/segments", "/v1/tokenize", "/tokenize", "/v1/detokenize", "/detokenize", "/api/", "/invocations", "/vertex_generate",
     "/model_info", "/get_model_info", "/weight_version", "/get_weight_version", "/server_info", "/get_server_info",
     "/abort_request", "/parse_function_call", "/separate_reasoning", "/flush_cache", "/load_lora_adapter",
     "/unload_lora_adapter", "/update_weights_from_disk", "/start_profile", "/stop_profile", "/health",

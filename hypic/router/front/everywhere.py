@@ -11,12 +11,14 @@ from typing import Any
 from sglang.srt.managers.io_struct import FlushCacheReqOutput, LoadLoRAAdapterReqInput, LoRAUpdateOutput
 
 from hypic.router.front.workers import Workers
+from hypic.router.service import Router
 
 
 class Everywhere:
     """Mixed into SGLang's TokenizerManager."""
 
     workers: Workers
+    router: Router
 
     def alive(self) -> Mapping[str, str]:
         """HTTP addresses of the workers by name."""
@@ -24,6 +26,7 @@ class Everywhere:
 
     async def flush_cache(self, timeout_s: float | None = None) -> FlushCacheReqOutput:
         answers = await self._ask("POST", f"/flush_cache?timeout={timeout_s or 0.0}")
+        self.router.coordinator.cluster.prefixes.clear()
         failed = _failures(answers)
         return FlushCacheReqOutput(success=not failed, message=failed)
 

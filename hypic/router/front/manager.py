@@ -11,7 +11,6 @@ import asyncio
 import json
 import logging
 import time
-from array import array
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -22,11 +21,10 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from hypic.config import HypicConfig
-from hypic.engine.keys import artifact_key
-from hypic.method import parse_methods
 from hypic.router.actions import Prompt
 from hypic.router.front.everywhere import Everywhere
-from hypic.router.front.metrics import RouterMetrics
+from hypic.router.front.placing import beginning, plan_of, segments, unshared
+from hypic.router.front.segments import RoutedSegments
 from hypic.router.front.wire import Assembly, WorkerError, body, refusal
 from hypic.router.front.workers import Workers
 from hypic.router.schedule import NoWorkers
@@ -65,16 +63,27 @@ class RouterManager(Everywhere, TokenizerManager):
 
     def __init__(self, server_args: Any, port_args: Any, *, router: Router, workers: Workers, config: HypicConfig):
         self.router, self.workers, self._config = router, workers, config
-        self._method = next(iter(parse_methods(config.methods, config.seam_window).values()))
         self._flights: dict[str, _Flight] = {}
         self._together: dict[str, str] = {}
         """The worker that computed a prompt for its n choices, by the client's request id."""
         self._background: set[asyncio.Task[Any]] = set()
         self.outcomes: Counter[str] = Counter()
+        self.unshared: Counter[str] = Counter()
+        """Prompts whose segments are compiled where they are linked, by reason."""
         self.retries = 0
+        from hypic.router.front.metrics import RouterMetrics
+
+        # Workers are forked from a process that has imported this module, and they say where metrics are shared between
+        # processes before prometheus_client is imported, which decides then.
         self.metrics = RouterMetrics(self)
         super().__init__(server_args, port_args)
         self.__dict__.pop("update_lora_adapter_communicator")  # ours instead of SGLang's, which awaits a scheduler
+        self.hypic_segments = RoutedSegments(self, config)
+        router.reachable = self._reachable
+
+    async def _reachable(self, http: str) -> bool:
+        """A worker that answers and knows the names of all segments."""
+        return await self.workers.answers(http) and await self.hypic_segments.introduce(http)
 
     @property
     def running(self) -> int:
@@ -179,9 +188,14 @@ class RouterManager(Everywhere, TokenizerManager):
     async def _attempt(self, flight: _Flight, assembly: Assembly, logical: str | None) -> None:
         """Give it to one worker and pass on what comes back."""
         flight.ticket = None
-        ids = flight.tokenized.input_ids
+        plan = plan_of(flight.tokenized)
         flight.ticket = ticket = await self.router.submit(
-            flight.rid, self._prompts(flight), len(ids), flight.combine, flight.arrived
+            flight.rid,
+            self._prompts(flight, plan),
+            len(flight.tokenized.input_ids),
+            flight.combine,
+            flight.arrived,
+            beginning(flight.tokenized, plan, flight.state.obj.lora_path),
         )
         self.metrics.forward.observe(time.monotonic() - flight.arrived)
         if logical is not None and logical in self.rid_to_state:
@@ -221,23 +235,13 @@ class RouterManager(Everywhere, TokenizerManager):
             routed = {"worker": ticket.worker, "timeline": ticket.timeline.for_report()}
             meta[REPORT] = [json.dumps({**report, "router": routed})]
 
-    def _prompts(self, flight: _Flight) -> list[Prompt]:
-        """The segments that a worker will link, as it names them; none under an adapter or for another method than the
-        server's default, as workers do not share those."""
-        ids: array[int] = flight.tokenized.input_ids
-        plan = RequestSpans.from_params(flight.tokenized.sampling_params.custom_params, len(ids))
-        identity = self.router.coordinator.identity
-        if plan is None or not identity or flight.tokenized.lora_id or plan.method not in ("", self._method.name):
+    def _prompts(self, flight: _Flight, plan: RequestSpans) -> list[Prompt]:
+        """Segments that workers may compile for each other."""
+        if why := unshared(flight.tokenized, plan):
+            self.unshared[why] += 1
             return []
-        costs = self.router.measured.costs
-        out = []
-        for start, end in plan.cached:
-            n = end - start
-            if end < len(ids) and n > self._method.seam_window and n >= self._config.min_segment:
-                tokens = ids[start:end]
-                key = artifact_key(identity, plan.salt, "", tokens)
-                out.append(Prompt(key, plan.salt, "", tokens.tobytes(), costs.artifact_nbytes(n)))
-        return out
+        identity, costs = self.router.coordinator.identity, self.router.measured.costs
+        return segments(flight.tokenized, plan, identity, self._config, costs) if identity else []
 
     # ------------------------------------------------------------------ ends
 

@@ -44,6 +44,9 @@ class RouterMetrics:
         yield _counter("requests", "Prompts by outcome", manager.outcomes, "outcome")
         yield _counter("placements", "Prompts by kind of placement", router.placements, "kind")
         yield _counter("segments", "Segments by how their combine worker was to come by them", router.roles, "role")
+        yield _counter(
+            "unshared", "Prompts whose segments no other worker compiles or sends", manager.unshared, "reason"
+        )
         yield _counter("events", "Faults and repairs", router.coordinator.counts, "event")
         yield _counter("frames_dropped", "Frames of the control socket that were dropped", router.rejected, "reason")
         yield CounterMetricFamily("hypic:router_unsent", "Messages that no worker took", value=router.unsent)

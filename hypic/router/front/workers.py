@@ -88,10 +88,11 @@ class Workers:
     async def ask_all(
         self, workers: Mapping[str, str], method: str, path: str, body: Any = None
     ) -> dict[str, tuple[int, Any]]:
-        """The same request to all `workers` (name: address). Status and body of each; status 0 where none came."""
+        """The same request to all `workers` (name: address), its body JSON, or bytes as they are. Status and body of each;
+        status 0 where none came."""
+        data = body if body is None or isinstance(body, bytes) else orjson.dumps(body)
 
         async def one(http: str) -> tuple[int, Any]:
-            data = None if body is None else orjson.dumps(body)
             timeout = aiohttp.ClientTimeout(total=_CONTROL_SECONDS)
             try:
                 async with self._client.request(method, http + path, data=data, timeout=timeout) as response:

@@ -1,0 +1,52 @@
+"""What the router must know of a prompt to place it: segments that workers may compile for each other, and its beginning."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+from hypic.config import HypicConfig
+from hypic.engine.keys import artifact_key
+from hypic.method import parse_methods
+from hypic.router.actions import Prompt
+from hypic.router.costs import Costs
+from hypic.router.prefixes import digests
+from hypic.segment import RequestSpans
+
+
+def plan_of(tokenized: Any) -> RequestSpans:
+    """The plan of what SGLang would send to its scheduler; an empty one if it has none."""
+    params = tokenized.sampling_params.custom_params
+    return RequestSpans.from_params(params, len(tokenized.input_ids)) or RequestSpans()
+
+
+def unshared(tokenized: Any, plan: RequestSpans) -> str | None:
+    """Why no other worker may compile or send the prompt's segments, or None.
+
+    SGLang draws an adapter's id anew in each server that loads it, and artifacts are kept by that id.
+    """
+    if not plan.cached:
+        return None
+    return "adapter" if tokenized.lora_id else "method" if plan.method else None
+
+
+def segments(tokenized: Any, plan: RequestSpans, identity: bytes, config: HypicConfig, costs: Costs) -> list[Prompt]:
+    """The segments that a worker will link, or compile for their names, as it names them."""
+    ids: array[int] = tokenized.input_ids
+    w = next(iter(parse_methods(config.methods, config.seam_window).values())).seam_window
+    out = []
+    for start, end in plan.cached:
+        n = end - start
+        if (end < len(ids) or plan.name) and n > w and n >= config.min_segment:
+            tokens = ids[start:end]
+            key = artifact_key(identity, plan.salt, "", tokens)
+            out.append(Prompt(key, plan.salt, "", tokens.tobytes(), costs.artifact_nbytes(n)))
+    return out
+
+
+def beginning(tokenized: Any, plan: RequestSpans, adapter: str | None) -> list[bytes]:
+    """Digests of its blocks; none of a prompt that is only compiled, which no radix tree will hold."""
+    if plan.name:
+        return []
+    space = repr((tokenized.extra_key, adapter, plan.method, plan.salt if plan.cached else None))
+    return digests(tokenized.input_ids, space, plan.cached)

@@ -15,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
@@ -31,7 +32,7 @@ from hypic.bench.result import BenchResult
 from hypic.bench.runner import kept_flags, tiny_kind
 from hypic.bench.scatter import Bench, stock_alone, time_all
 from hypic.bench.scatter_report import reckon
-from hypic.bench.scatter_result import Scatter, ScatterResult
+from hypic.bench.scatter_result import Agreement, Scatter, ScatterResult
 from hypic.bench.workload import Workload
 from hypic.check.tiny_models import build
 from hypic.check.workers import model_facts
@@ -40,7 +41,7 @@ from hypic.commands.serve import flag_value, timed_argv, wants_cpu
 from hypic.config import from_env
 from hypic.platform_cpu import CPU_MODE
 from hypic.platform_cpu.defaults import set_environment
-from hypic.router.launch.running import running
+from hypic.router.launch.running import end, log_end, running
 from hypic.router.launch.stock import stock_servers
 from hypic.traces.engines import cluster_target, prefix_target, read_engine, settings
 from hypic.traces.figures import Slo
@@ -52,6 +53,7 @@ from hypic.traces.runner import new_result
 from hypic.traces.session import Session
 from hypic.traces.spec import read_spec
 
+LOG_SHOWN = 8000
 GRACE = 15
 """Seconds after its time before a stage is broken off; it should have ended by itself."""
 FIRST_POLICY = 0.65
@@ -106,7 +108,7 @@ class Node:
             seam_window=self._config.seam_window, selfcheck={}, engines=[], scatter=self.scatter.result,
         )  # fmt: skip
         self.stages = {
-            "transfers": Stage(1, self._transfers),
+            "transfers": Stage(2, self._transfers),
             "cluster": Stage(10, self._cluster),
             "stock": Stage(6, self._stock),
             "tp": Stage(4, self._tp),
@@ -135,22 +137,30 @@ class Node:
     # ------------------------------------------------------------------ stages
 
     def _transfers(self, deadline: float) -> None:
-        size = ("--device", "cpu", "--mib", "8", "--reps", "2") if self._cpu else ("--device", "cuda", "--reps", "9")
+        size = ("--device", "cpu", "--mib", "8", "--reps", "2") if self._cpu else ("--device", "cuda", "--reps", "5")
         command = [sys.executable, "-m", "hypic.router.transport.measure", *size]
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, text=True, timeout=deadline - time.monotonic(), check=True
-        )
-        self.found.transfers = json.loads(done.stdout.splitlines()[-1])["ways"]
+        self.found.transfers = json.loads(_output(command, deadline).splitlines()[-1])["ways"]
 
     def _cluster(self, deadline: float) -> None:
+        log, known = Path(tempfile.mkdtemp(prefix="hypic-node-")) / "cluster.log", len(self.scatter.result.left_out)
+        well = False
+        try:
+            self._on_cluster(log, deadline)
+            well = len(self.scatter.result.left_out) == known
+        finally:
+            if not well:
+                _say(f"--- the cluster's log ends with\n{log_end(log, LOG_SHOWN)}")
+
+    def _on_cluster(self, log: Path, deadline: float) -> None:
         n, options = self._args.workers, ["--stagger"] if self._args.stagger else []
-        with running(self._argv, n, options=options, start_seconds=deadline - time.monotonic()) as url:
+        with running(self._argv, n, options=options, start_seconds=deadline - time.monotonic(), log=log) as url:
             left = deadline - time.monotonic()
-            plan, work = self.scatter.plan, self.scatter.work
-            ask = lambda url: compare(url, work, plan, self._model, self._config)  # noqa: E731
-            time_all(self.scatter, url, time.monotonic() + 0.6 * left, ask)
+            time_all(self.scatter, url, time.monotonic() + 0.6 * left, self._compare)
             name = f"cluster:{n}"
             self._trace(name, cluster_target(url), settings(url, read_engine(name)), deadline)
+
+    def _compare(self, url: str) -> Agreement:
+        return compare(url, self.scatter.work, self.scatter.plan, self._model, self._config)
 
     def _stock(self, deadline: float) -> None:
         n, seconds = self._args.workers, deadline - time.monotonic()
@@ -172,9 +182,7 @@ class Node:
         tiny = str(build(tiny_kind(self._model)))
         flags = ["--workers", str(self._args.workers), *kept_flags(self._argv), *small]
         command = [sys.executable, "-m", "hypic", "selfcheck", tiny, "--json", *flags]
-        seconds = deadline - time.monotonic()
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=seconds, check=False)
-        self.found.answers = json.loads(done.stdout)["checks"]
+        self.found.answers = json.loads(_output(command, deadline))["checks"]
         if bad := [name for name, entry in self.found.answers.items() if not entry["passed"]]:
             raise RuntimeError(f"{', '.join(bad)} of a tiny model on several workers: see node.json")
 
@@ -201,6 +209,17 @@ class Node:
     def _write(self) -> None:
         reckon(self.scatter.result, self.scatter.work)
         node_report.write(self.out, self.found, self.bench, self.replay)
+
+
+def _output(command: Sequence[str], deadline: float) -> str:
+    """What a command prints. Raises RuntimeError if it takes too long."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        return process.communicate(timeout=deadline - time.monotonic())[0]
+    except subprocess.TimeoutExpired:
+        raise Overtime(f"{command[2]} took too long") from None
+    finally:
+        end([process])
 
 
 @contextmanager

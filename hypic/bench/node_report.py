@@ -64,7 +64,8 @@ def _summary(found: NodeResult, bench: BenchResult, replay: ReplayResult) -> Ite
     took = ", ".join(f"{name} {seconds:.0f}" for name, seconds in found.seconds.items())
     yield f"# {found.workers} workers: {sum(found.seconds.values()):.0f} s of {found.budget:.0f} ({took})\n"
     for name, why in found.failed.items():
-        yield f"* **{name} failed**: {why.splitlines()[0]}"
+        lines = why.splitlines()
+        yield f"* **{name} failed**: {' ... '.join(dict.fromkeys((lines[0], lines[-1])))}"
     if bench.scatter is not None and (bench.scatter.runs or bench.scatter.stock):
         work = Workload(**bench.workload)
         for left in bench.scatter.left_out:

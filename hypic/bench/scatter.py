@@ -233,7 +233,10 @@ def ask(url: str, ids: list[int], bounds: list[list[int]], hypic: bool = True) -
         raise RuntimeError(f"{url} answered {(line + rest)[:500]!r}")
     if not hypic:
         return Sample(ttft=ttft, forwarded=0, compile=0, exposed=0, link=0, workers=0, timeline={})
-    return _sample(ttft, chunks[-1]["meta_info"]["hypic"]["router"]["timeline"])
+    report = chunks[-1]["meta_info"].get("hypic")
+    if not report:
+        raise RuntimeError(f"{url} answered without a report: caching is off, its log says why")
+    return _sample(ttft, report["router"]["timeline"])
 
 
 def _sample(ttft: float, timeline: dict[str, Any]) -> Sample:

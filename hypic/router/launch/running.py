@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,33 +25,39 @@ STOP_SECONDS = 30.0
 
 @contextmanager
 def running(
-    argv: Sequence[str], workers: int, policy: str = "lpt", options: Sequence[str] = (), start_seconds: float = 1800.0
+    argv: Sequence[str],
+    workers: int,
+    policy: str = "lpt",
+    options: Sequence[str] = (),
+    start_seconds: float = 1800.0,
+    log: Path | None = None,
 ) -> Iterator[str]:
     """The base URL of a cluster whose workers are all alive.
 
     Args:
         argv: SGLang's and hypic's flags, the model among them, without --host and --port.
         options: more of `hypic launch`'s own.
+        log: where its log stays; without, it is deleted if all went well.
 
     Raises:
         LaunchError: it did not come up; the text has the end of its log.
     """
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "hypic", "launch", *argv, "--workers", str(workers), "--policy", policy, *options]
-    with terminable(), tempfile.NamedTemporaryFile("w+", prefix="hypic-launch-", suffix=".log", delete=False) as log:
-        process = subprocess.Popen([*command, "--port", str(port)], stdout=log, stderr=log, env=os.environ)
+    file = log or Path(tempfile.mkdtemp(prefix="hypic-launch-")) / "log"
+    with terminable(), file.open("w") as out:
+        process = subprocess.Popen([*command, "--port", str(port)], stdout=out, stderr=out, env=os.environ)
         url, deadline = f"http://{LOCAL}:{port}", time.monotonic() + start_seconds
         try:
             while get_json(f"{url}/health") != {"workers": workers}:
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise LaunchError(
-                        f"{workers} workers did not come up; {log.name} ends with\n{log_end(Path(log.name))}"
-                    )
+                    raise LaunchError(f"{workers} workers did not come up; {file} ends with\n{log_end(file)}")
                 time.sleep(0.2)
             yield url
         finally:
             end([process])
-    os.unlink(log.name)
+    if log is None:
+        shutil.rmtree(file.parent)
 
 
 @contextmanager

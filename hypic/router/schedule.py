@@ -336,20 +336,23 @@ def _pipe_tokens_per_s(costs: Costs, segments: Iterable[Segment]) -> float:
 
 
 def _reckon(cluster: Cluster, missing: Mapping[bytes, Segment], assigned: Mapping[bytes, str], combine: str) -> float:
-    """When the combine worker has all of `missing`: the last compile and its transfer, or all transfers, which begin when
-    the first pass of another worker ends."""
-    costs = cluster.costs
-    last, first, incoming = 0.0, float("inf"), 0.0
+    """When the combine worker has all of `missing`: its own compiles, and what others send, which comes at the end of each of
+    their passes and goes through one pipe, first come first served."""
+    costs, own, pipe = cluster.costs, 0.0, 0.0
+    coming: list[tuple[float, float]] = []
     for name in set(assigned.values()):
         mine = [missing[k] for k, w in assigned.items() if w == name]
         worker = cluster.workers[name]
         busy, tokens = cluster.ready_seconds(worker), sum(s.tokens for s in mine)
-        done = busy + costs.compile_seconds(tokens, worker.tokens_per_s)
-        if name != combine:
-            moves = [costs.transfer_seconds(s.nbytes) for s in mine]
-            incoming += sum(moves)
-            done += 2 * costs.message_s + min(moves)
-            one = min(tokens, max(costs.forward_tokens, min(s.tokens for s in mine)))
-            first = min(first, busy + costs.compile_seconds(one, worker.tokens_per_s) + 2 * costs.message_s)
-        last = max(last, done)
-    return max(last, first + incoming) if incoming else last
+        if name == combine:
+            own = busy + costs.compile_seconds(tokens, worker.tokens_per_s)
+            continue
+        seconds = costs.transfer_seconds(sum(s.nbytes for s in mine))
+        step = max(costs.forward_tokens, min(s.tokens for s in mine))
+        for begin in range(0, tokens, step):
+            end = min(begin + step, tokens)
+            ready = busy + costs.compile_seconds(end, worker.tokens_per_s) + 2 * costs.message_s
+            coming.append((ready, seconds * (end - begin) / tokens))
+    for ready, seconds in sorted(coming):
+        pipe = max(pipe, ready) + seconds
+    return max(own, pipe)

@@ -130,6 +130,11 @@ def test_the_measured_costs_predict_and_agree_with_the_measured_cold_time() -> N
     for n in (2, 4, 8):
         lpt, rr = (simulate(fast, n, [uneven], p)[0].ttft for p in ("lpt", "round_robin"))  # type: ignore[arg-type]
         assert lpt <= rr
+    # What is compiled in a worker's last pass is sent after it: 13 workers with 4 segments each are later than 16 with 3 or 4.
+    fair, long = msgspec.structs.replace(costs, transfer_gb_s=50.0), Request((2048,) * 50)
+    for n in (8, 16, 64):
+        lpt, rr = (simulate(fair, n, [long], p)[0].ttft for p in ("lpt", "round_robin"))  # type: ignore[arg-type]
+        assert lpt <= rr
 
 
 @pytest.mark.parametrize(("text", "tokens"), [("16x2048", (2048,) * 16), ("8192, 2x512", (8192, 512, 512))])

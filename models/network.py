@@ -113,7 +113,7 @@ def save(model: Any, directory: Path, tokenizer: Path) -> None:
     from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
     from hypic.check import tiny_tokenizer
-    from hypic.check.tiny_models import _write_image_processors
+    from hypic.check.tiny_models.delta import write_image_processors
 
     text = model.config.to_dict()
     ids = {s: i for i, s in enumerate(tiny_tokenizer.SPECIAL)}
@@ -133,7 +133,7 @@ def save(model: Any, directory: Path, tokenizer: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if directory.resolve() != tokenizer.resolve():
             shutil.copy(tokenizer / name, directory / name)
-    _write_image_processors(directory)
+    write_image_processors(directory)
 
 
 def load(directory: Path) -> Any:

@@ -51,7 +51,12 @@ COVERAGE = (
     Covered("deepseekv2", "DeepseekV2ForCausalLM", "DeepSeek-V2", None, "latent, RoPE", ("P1", "P4")),
     Covered(
         "ringlinear", "BailingMoeLinearV2ForCausalLM", "Ring-mini-linear-2.0, Ring-flash-linear-2.0", "Lightning",
-        "partial RoPE, in linear layers too", ("P1", "P3", "P4", "P6"), True, "as our plain-torch model; MoE not in CI",
+        "partial RoPE, in linear layers too", ("P1", "P4"), True, "as our plain-torch model; MoE: see Ring-2.5",
+    ),
+    Covered(
+        "ring25", "BailingMoeV2_5ForCausalLM", "Ring-2.5, Ling-2.5", "Lightning",
+        "latent, RoPE; partial RoPE in linear layers", ("P1", "P3", "P4", "P6"), False,
+        "P4's oracle as our plain-torch model, MoE included",
     ),
     Covered("llama", "LlamaForCausalLM", "Llama 2, 3", None, "RoPE", ALL),
     Covered("qwen3", "Qwen3ForCausalLM", "Qwen3", None, "RoPE", ()),

@@ -38,6 +38,7 @@ ARCHITECTURES = (*DELTA_AND_ATTENTION, "FalconH1ForCausalLM", "NemotronHForCausa
 _OURS: dict[str, Any] = {
     "KimiLinearForCausalLM": KimiLinear,
     "BailingMoeLinearV2ForCausalLM": bailing.BailingMoeLinearV2ForCausalLM,
+    "BailingMoeV2_5ForCausalLM": bailing.BailingMoeV2_5ForCausalLM,
 }
 """What transformers has no class for."""
 

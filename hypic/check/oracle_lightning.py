@@ -1,4 +1,4 @@
-"""The oracle's Lightning and grouped-query mixers of Ring-linear, on the modules of ``check.bailing``.
+"""The oracle's Lightning and grouped-query mixers of Ring-linear and Ring-2.5, on the modules of ``check.bailing``.
 
 A record keeps keys before RoPE; a state replays them turned to where they stand, one token at a time, so that nothing here
 ever rotates a state. Letters as in oracle_mixers.
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hypic.check.oracle_kimi import Rope
+from hypic.check.oracle_kimi import LatentAttention, PairedRope, Rope
 from hypic.check.oracle_mixers import KV
 
 
@@ -73,6 +73,9 @@ class GroupedQuery:
         return KV(torch.cat([state.k, record.k]), torch.cat([state.v, record.v]))
 
 
-def mixer_of(layer: Any, rope: Rope) -> Lightning | GroupedQuery:
-    """Of a BailingLinearLayer."""
-    return (Lightning if hasattr(layer.attention, "slopes") else GroupedQuery)(layer.attention, rope)
+def mixer_of(layer: Any, rope: Rope) -> Lightning | GroupedQuery | LatentAttention:
+    """Of a BailingLinearLayer. ``rope`` is that of linear and grouped-query layers; latent ones have their own."""
+    module = layer.attention
+    if hasattr(module, "kv_lora_rank"):
+        return LatentAttention(module, PairedRope(module.rotary))
+    return (Lightning if hasattr(module, "slopes") else GroupedQuery)(module, rope)

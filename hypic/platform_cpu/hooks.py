@@ -252,6 +252,13 @@ _HOOKS: tuple[Hook, ...] = (
         ("head_size", "rotary_dim", "max_position", "base", "is_neox_style"),
     ),
     Hook(
+        "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_cuda",
+        "replace",
+        lambda self, *args, **kwargs: self.forward_native(*args, **kwargs),
+        "compiled kernel; Ring-2.5's latent attention calls it whatever the device",
+        ("self", "positions", "query", "key"),
+    ),
+    Hook(
         "sglang.srt.runtime_context.RuntimeContext.get_stream",
         "replace",
         _no_stream,

@@ -23,8 +23,8 @@ PUBLISHED = (
     "qwen3next", "qwen35", "qwen35moe", "qwen35_dk", "llama", "qwen3", "deepseekv2", "nemotronh", "falconh1",
 )  # fmt: skip
 """Models that transformers has."""
-MODELS = (*PUBLISHED, "ringlinear")
-"""With a full recompute of their own; Ring's is the quadratic form of check/bailing.py."""
+MODELS = (*PUBLISHED, "ringlinear", "ring25")
+"""With a full recompute of their own; Rings' is the quadratic form of check/bailing.py."""
 OURS = ("kimi",)
 """transformers does not know them: SGLang's own forward is what they are compared with (check P1 and P4 on an engine)."""
 HYBRIDS = (*MODELS[:4], *MODELS[7:], *OURS)

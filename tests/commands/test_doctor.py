@@ -18,6 +18,7 @@ from hypic.commands.doctor import _model
 from hypic.config import HypicConfig
 from hypic.doctor import installation
 from hypic.doctor.findings import Findings, ModelFinding
+from hypic.doctor.show import size
 from hypic.engine.hook import SUPPORTED_SGLANG, Hook, HookTable
 from hypic.engine.support import REFUSALS
 
@@ -122,7 +123,9 @@ def test_tiny_models_are_supported(name: str, tiny_model: Callable[[str], Path])
     assert model.problems == [] and model.tested and model.dtype == "float32"
     layers = {f.family: f.layers for f in model.families}
     full, linear = FULL.get(name, 2), LINEAR.get(name, 2)
-    titles = {"kimi": "Kimi delta attention", "ringlinear": "Lightning"} | dict.fromkeys(MAMBA, "Mamba2")
+    titles = {"kimi": "Kimi delta attention", "ringlinear": "Lightning", "ring25": "Lightning"} | dict.fromkeys(
+        MAMBA, "Mamba2"
+    )
     title = titles.get(name, "gated delta network")
     assert layers == {k: n for k, n in {title: linear, "full attention": full}.items() if n}
     heads, d_k, d_v, channels = 4, 32, 16 if name == "qwen35_dk" else 32, 2 * 2 * 32 + 4 * (32, 16)[name == "qwen35_dk"]
@@ -132,13 +135,13 @@ def test_tiny_models_are_supported(name: str, tiny_model: Callable[[str], Path])
         channels, transition = heads * d_v + 2 * groups * d_k, 4
     if name == "kimi":
         channels = 3 * heads * d_k
-    if name == "ringlinear":
+    if name in ("ringlinear", "ring25"):
         channels, transition = 0, 4
     assert model.transition_bytes == linear * heads * transition
     assert model.state_bytes == linear * heads * d_v * d_k * 4
     assert model.conv_bytes == linear * channels * 3 * 4
     head_dim = 64 if name.startswith("qwen35") or name == "qwen3next" else 32
-    latent = name in ("kimi", "deepseekv2")
+    latent = name in ("kimi", "deepseekv2", "ring25")
     assert model.token_bytes == full * (48 + 16 if latent else 2 * 2 * head_dim) * 4
     fixed = model.transition_bytes + model.state_bytes + model.conv_bytes
     for segment in model.segments:
@@ -147,20 +150,39 @@ def test_tiny_models_are_supported(name: str, tiny_model: Callable[[str], Path])
         assert segment.fit == model.arena_bytes // segment.bytes > 0
 
 
+SHAPES = Path(__file__).parents[2] / "models" / "shapes"
+FAMILIES = (SHAPES.parents[1] / "docs" / "FAMILIES.md").read_text()
+
+
 @pytest.mark.parametrize(
-    ("shape", "transition", "state", "token"),
+    ("shape", "ranks", "transition", "state", "token"),
     [
-        ("nemotron-3-nano-30b-a3b", 23 * 64 * 4, 23 * 64 * 64 * 128 * 2, 6 * 2 * 2 * 128 * 2),
-        ("granite-4.0-h-small", 36 * 128 * 4, 36 * 128 * 64 * 128 * 2, 4 * 2 * 8 * 128 * 2),
-        ("kimi-linear-48b-a3b", 20 * 32 * 128**2 * 2, 20 * 32 * 128**2 * 2, 7 * (512 + 64) * 2),
-        ("ring-mini-linear-2.0", 16 * 16 * 4, 16 * 16 * 128 * 128 * 2, 4 * 2 * 4 * 128 * 2),
-        ("qwen3.5-35b-a3b", 30 * 32 * 128**2 * 2, 30 * 32 * 128**2 * 2, 10 * 2 * 2 * 256 * 2),
+        ("nemotron-3-nano-30b-a3b", 1, 23 * 64 * 4, 23 * 64 * 64 * 128 * 2, 6 * 2 * 2 * 128 * 2),
+        ("granite-4.0-h-small", 1, 36 * 128 * 4, 36 * 128 * 64 * 128 * 2, 4 * 2 * 8 * 128 * 2),
+        ("kimi-linear-48b-a3b", 1, 20 * 32 * 128**2 * 2, 20 * 32 * 128**2 * 2, 7 * (512 + 64) * 2),
+        ("ring-mini-linear-2.0", 1, 16 * 16 * 4, 16 * 16 * 128 * 128 * 2, 4 * 2 * 4 * 128 * 2),
+        ("ring-2.5-1t", 1, 70 * 64 * 4, 70 * 64 * 128**2 * 2, 10 * (512 + 64) * 2),
+        ("ring-2.5-1t", 8, 70 * 8 * 4, 70 * 8 * 128**2 * 2, 10 * (512 + 64) * 2),
+        ("qwen3.5-35b-a3b", 1, 30 * 32 * 128**2 * 2, 30 * 32 * 128**2 * 2, 10 * 2 * 2 * 256 * 2),
+        ("qwen3.5-122b-a10b", 1, 36 * 64 * 128**2 * 2, 36 * 64 * 128**2 * 2, 12 * 2 * 2 * 256 * 2),
+        ("qwen3.5-122b-a10b", 4, 36 * 16 * 128**2 * 2, 36 * 16 * 128**2 * 2, 12 * 2 * 1 * 256 * 2),
+        ("qwen3.5-122b-a10b", 8, 36 * 8 * 128**2 * 2, 36 * 8 * 128**2 * 2, 12 * 2 * 1 * 256 * 2),
+        ("qwen3.5-397b-a17b", 4, 45 * 16 * 128**2 * 2, 45 * 16 * 128**2 * 2, 15 * 2 * 1 * 256 * 2),
+        ("qwen3.5-397b-a17b", 8, 45 * 8 * 128**2 * 2, 45 * 8 * 128**2 * 2, 15 * 2 * 1 * 256 * 2),
     ],
 )
-def test_artifacts_of_published_shapes(shape: str, transition: int, state: int, token: int) -> None:
-    """The figures of docs/FAMILIES.md. T of Mamba2 and Lightning is one number per head, GDN's as large as S."""
-    model = examine(Path(__file__).parents[2] / "models" / "shapes" / shape, "--dtype", "bfloat16")
+def test_artifacts_of_published_shapes(
+    shape: str, ranks: int, transition: int, state: int, token: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table of docs/FAMILIES.md. T of Mamba2 and Lightning is one number per head, GDN's as large as S; a rank holds its
+    heads' share, at least one KV head, and all of a latent."""
+    monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "bfloat16")  # as `hypic doctor` sets it by the model's type
+    model = examine(SHAPES / shape, "--dtype", "bfloat16", "--tp-size", str(ranks), memory=8 << 30)
+    assert model.problems == []
     assert (model.transition_bytes, model.state_bytes, model.token_bytes) == (transition, state, token)
+    (segment,) = (s for s in model.segments if s.tokens == 2048)
+    parts = (model.transition_bytes, model.state_bytes, model.conv_bytes, model.token_bytes, segment.bytes)
+    assert f"| {shape} | {ranks} | {' | '.join(map(size, parts))} | {segment.fit} |" in FAMILIES
 
 
 def test_plan_follows_memory_and_ranks(tiny_model: Callable[[str], Path]) -> None:

@@ -245,11 +245,10 @@ def test_a_wrong_part_of_lightning_is_found(part: str, monkeypatch: pytest.Monke
     ("change", "says"),
     [
         ({"linear_backend": "minimax"}, "minimax"),
-        ({"use_mla": True}, "latent attention"),
         ({"rotary_emb": DynamicNTKScalingRotaryEmbedding()}, "depend on the sequence length"),
         ({"rotary_emb": torch.nn.Linear(1, 1)}, "keeps no table"),
     ],
-    ids=["backend", "latent", "dynamic", "no table"],
+    ids=["backend", "dynamic", "no table"],
 )
 def test_lightning_that_cannot_be_turned_is_refused(change: dict[str, Any], says: str) -> None:
     with pytest.raises(CannotRelocate, match=says):

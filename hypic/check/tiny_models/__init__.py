@@ -36,6 +36,7 @@ _RECIPES: dict[str, Callable[[], Any]] = {
     "kimi": kda.kimi,
     "deepseekv2": attention.deepseekv2,
     "ringlinear": lightning.ringlinear,
+    "ring25": lightning.ring25,
 }
 NAMES = tuple(_RECIPES)
 """Models that :func:`build` knows."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypic.check.tiny_models.common import COMMON
+from hypic.check.tiny_models.common import COMMON, HEADS, latent
 
 
 def ringlinear() -> Any:
@@ -24,3 +24,34 @@ def ringlinear() -> Any:
         architectures=["BailingMoeLinearV2ForCausalLM"],
     )
     return BailingMoeLinearV2ForCausalLM(config)
+
+
+def ring25() -> Any:
+    """Ring-2.5: the same linear layers, latent attention with low-rank queries, and mixtures of experts chosen by groups."""
+    from hypic.check.bailing import BailingHybridConfig, BailingMoeV2_5ForCausalLM
+
+    config = BailingHybridConfig(
+        **COMMON | {"num_key_value_heads": HEADS},
+        **latent() | {"q_lora_rank": 40},
+        head_dim=32,
+        layer_group_size=2,
+        group_norm_size=2,
+        partial_rotary_factor=0.5,
+        rope_theta=10000.0,
+        rope_interleave=True,
+        use_qk_norm=True,
+        first_k_dense_replace=1,
+        moe_intermediate_size=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        num_shared_experts=1,
+        n_group=2,
+        topk_group=1,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        router_dtype="fp32",
+        architectures=["BailingMoeV2_5ForCausalLM"],
+    )
+    return BailingMoeV2_5ForCausalLM(config)

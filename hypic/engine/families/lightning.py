@@ -1,4 +1,4 @@
-"""Lightning attention (SegLA): Ring-mini-linear, Ring-flash-linear. T is one constant decay per head and token; keys rotate."""
+"""Lightning attention (SegLA): Ring-linear-2.0, Ring-2.5. T is one constant decay per head and token; keys rotate."""
 
 from __future__ import annotations
 
@@ -85,8 +85,6 @@ class Lightning(Family):
         return hybrid_lightning_config(model_config)
 
     def check_model(self, model: Any, max_position: int) -> None:
-        if any(getattr(m, "use_mla", False) for m in model.modules()):
-            raise CannotRelocate("latent attention beside Lightning layers (Ring-2.5) is not tested")
         for module in _modules(model):
             if module.linear_backend != "seg_la":
                 raise CannotRelocate(f"linear_backend {module.linear_backend!r}: only seg_la is proven")

@@ -1,4 +1,5 @@
-"""Ring-mini-linear-2.0 and Ring-flash-linear-2.0: SGLang's model of Ring-2.5 with grouped-query attention."""
+"""Ring-mini-linear-2.0 and Ring-flash-linear-2.0: SGLang's model of Ring-2.5 with grouped-query attention. Ring-2.5, where
+SGLang has lost it."""
 
 from __future__ import annotations
 
@@ -28,16 +29,17 @@ def _awq_optional() -> Iterator[None]:
 
 
 try:
-    from sglang.srt.models.bailing_moe_linear import BailingMoELinearForCausalLM
+    from sglang.srt.models.bailing_moe_linear import BailingMoELinearForCausalLM, BailingMoeV2_5ForCausalLM
 except ModuleNotFoundError as e:
     if e.name != "vllm":
         raise
     with _awq_optional():
-        from sglang.srt.models.bailing_moe_linear import BailingMoELinearForCausalLM
+        from sglang.srt.models.bailing_moe_linear import BailingMoELinearForCausalLM, BailingMoeV2_5ForCausalLM
 
 
 class BailingMoeLinearV2ForCausalLM(BailingMoELinearForCausalLM):
     """The config says the rest, see BailingMoeLinearConfig."""
 
 
-EntryClass = BailingMoeLinearV2ForCausalLM
+EntryClass = [BailingMoeLinearV2ForCausalLM, BailingMoeV2_5ForCausalLM]
+"""The second is SGLang's own class; where its module could not be imported without the above, SGLang does not have it."""

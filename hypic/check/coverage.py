@@ -64,8 +64,49 @@ COVERAGE = (
 """Every architecture of a reduced model; variants of one (``qwen35_dk``) have no row of their own."""
 
 
+class Refused(NamedTuple):
+    """An architecture of SGLang that hypic's server and `hypic doctor` refuse.
+
+    Attributes:
+        architecture: as in its config.json. config: transformers' class of it. published: models that have it.
+        reason: how the refusal begins.
+    """
+
+    architecture: str
+    config: str
+    published: str
+    reason: str
+
+
+_WINDOWS = "sliding-window attention"
+REFUSED = (
+    Refused("Gemma2ForCausalLM", "Gemma2Config", "Gemma 2", _WINDOWS),
+    Refused("Gemma3ForCausalLM", "Gemma3TextConfig", "Gemma 3, text", _WINDOWS),
+    Refused("Gemma3ForConditionalGeneration", "Gemma3Config", "Gemma 3", _WINDOWS),
+    Refused("GptOssForCausalLM", "GptOssConfig", "gpt-oss", _WINDOWS),
+    Refused("Llama4ForConditionalGeneration", "Llama4Config", "Llama 4", _WINDOWS),
+    Refused("Cohere2ForCausalLM", "Cohere2Config", "Command R7B", _WINDOWS),
+    Refused("Exaone4ForCausalLM", "Exaone4Config", "EXAONE 4", _WINDOWS),
+    Refused("Olmo3ForCausalLM", "Olmo3Config", "OLMo 3", _WINDOWS),
+    Refused(
+        "Lfm2ForCausalLM", "Lfm2Config", "LFM2", "linear attention of Mamba2AttnBackend of another mixer, or a short convolution"
+    ),
+)  # fmt: skip
+"""tests/commands/test_doctor.py makes these configs and sees them refused."""
+
+
 def table() -> str:
-    """The coverage in Markdown, as docs/FAMILIES.md has it."""
+    """The coverage in Markdown, as docs/FAMILIES.md has it: what is tested, then what is refused."""
+    return f"{_tested()}\n\n{_refused()}"
+
+
+def _refused() -> str:
+    rows = [("refused", "architecture in SGLang", "because"), ("---",) * 3]
+    rows += [(r.published, f"`{r.architecture}`", r.reason) for r in REFUSED]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _tested() -> str:
     columns = ("models", "architecture in SGLang", "linear layers", "positions in attention", "checks in CI", "")
     rows = [columns, ("---",) * len(columns)]
     for c in COVERAGE:

@@ -16,7 +16,7 @@ from hypic.config import HypicConfig, artifact_state_dtype
 from hypic.doctor.findings import LayerFamily, ModelFinding, SegmentSize
 from hypic.engine.families import family, family_of_config, known_families
 from hypic.engine.latent import backend_problem
-from hypic.engine.support import SLIDING_WINDOWS, check_server_args
+from hypic.engine.support import SLIDING_WINDOWS, check_methods, check_server_args
 
 SEGMENT_TOKENS = (512, 2048, 8192)
 
@@ -32,7 +32,7 @@ def examine(finding: ModelFinding, server_args: Any, config: HypicConfig, free: 
         free: bytes of device memory that are free now.
         on_cpu: the server would run in CPU mode.
     Raises:
-        Unsupported: a flag that hypic refuses.
+        Unsupported: a flag or setting that hypic refuses.
     """
     from sglang.srt.configs.model_config import ModelConfig
 
@@ -46,6 +46,7 @@ def examine(finding: ModelFinding, server_args: Any, config: HypicConfig, free: 
     if finding.problems:
         return
     layout = read_layout(model, server_args, config.state_dtype)
+    check_methods(config, hybrid=layout.linear is not None)
     finding.families = _families(layout)
     if (linear := layout.linear) is not None:
         n = len(linear.layer_ids)
@@ -83,10 +84,7 @@ def _objections(model: Any, server_args: Any) -> list[str]:
             found.append("sparse attention (DSA): its pool also keeps an index of keys")
         if problem := backend_problem(server_args):
             found.append(problem)
-    windowed = model.sliding_window_size is not None and (
-        hasattr(cls, "get_attention_sliding_window_size") or model.is_hybrid_swa
-    )
-    if model.is_hybrid_swa or windowed or model.attention_chunk_size is not None:
+    if model.is_hybrid_swa or model.attention_chunk_size is not None or _windowed(model, cls):
         found.append(SLIDING_WINDOWS)
     text = model.hf_text_config
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
@@ -98,6 +96,15 @@ def _objections(model: Any, server_args: Any) -> list[str]:
     if not model.is_generation:
         found.append("not a generative model: there is no prefill to link")
     return found
+
+
+def _windowed(model: Any, cls: type) -> bool:
+    """Whether layers attend to a window: the config has one and SGLang's code of the model reads it. That of Qwen2 and Mistral
+    does not; hypic serves them as SGLang does."""
+    import inspect
+    import sys
+
+    return bool(model.sliding_window_size) and "sliding_window_size" in inspect.getsource(sys.modules[cls.__module__])
 
 
 def _foreign_linear_attention(model: Any) -> str | None:

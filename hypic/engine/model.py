@@ -16,9 +16,14 @@ from hypic.engine.support import SLIDING_WINDOWS, Unsupported
 
 def read_layout(model_runner: Any, state_dtype: str) -> ArtifactLayout:
     """Artifact layout of the loaded model on this rank; `state_dtype` is the setting. Raises Unsupported."""
-    backend = model_runner.attn_backend
-    linear = _linear_shape(model_runner, backend, state_dtype)
-    return ArtifactLayout(linear, _full_shape(model_runner, backend))
+    backend, config = model_runner.attn_backend, model_runner.model_config
+    try:
+        linear = _linear_shape(model_runner, backend, state_dtype)
+        return ArtifactLayout(linear, _full_shape(model_runner, backend))
+    except Unsupported as e:
+        raise Unsupported(
+            f"hypic cannot serve {config.model_path} ({config.hf_config.architectures[0]}): {e}"
+        ) from None
 
 
 def _linear_shape(model_runner: Any, backend: Any, state_dtype: str) -> LinearShape | None:
@@ -54,7 +59,7 @@ def _full_shape(model_runner: Any, backend: Any) -> FullShape | None:
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool, MLATokenToKVPool
 
     pool = model_runner.token_to_kv_pool
-    if model_runner.is_hybrid_swa or getattr(model_runner, "sliding_window_size", None):
+    if model_runner.is_hybrid_swa or model_runner.sliding_window_size or has_windows(model_runner.model):
         raise Unsupported(SLIDING_WINDOWS)
     inner = pool.full_kv_pool if isinstance(pool, HybridLinearKVPool) else pool
     latent = type(inner) is MLATokenToKVPool  # a subclass keeps more than the latent, or quantises it
@@ -73,6 +78,12 @@ def _full_shape(model_runner: Any, backend: Any) -> FullShape | None:
     if not k.is_floating_point() or k.element_size() < 2:
         raise Unsupported(f"KV cache in {k.dtype}: relocating a quantised K is not proven")
     return FullShape(layer_ids=layers, heads=k.shape[1], d_k=k.shape[2], d_v=d_v, dtype=_name(k.dtype))
+
+
+def has_windows(model: Any) -> bool:
+    """Whether a layer attends to a window; not every model with such layers tells SGLang."""
+    layers = (m for m in model.modules() if type(m).__name__ == "RadixAttention")
+    return any(layer.sliding_window_size > -1 for layer in layers)
 
 
 def _name(dtype: torch.dtype) -> str:

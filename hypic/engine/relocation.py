@@ -82,6 +82,7 @@ def find_rotary(model: Any, layer_ids: tuple[int, ...], max_position: int) -> Ro
         raise CannotRelocate(f"full-attention layers rotate from different dims on: {sorted(behind)}")
     rotary = Rotary(modules, behind.pop())
     check_relocation(first, rotary)
+    check_keys(owners, rotary)
     return rotary
 
 
@@ -205,6 +206,40 @@ def check_relocation(module: Any, rotary: Rotary) -> float:
         kind = type(module).__name__
         raise CannotRelocate(f"{kind}: a relocated K is off by {worst:.1e} (bound {bound:.0e})")
     return worst
+
+
+@torch.no_grad()
+def check_keys(owners: dict[int, Any], rotary: Rotary) -> None:
+    """Prove that attention modules turn the K that they store by their table: some have one and do not use it in every layer.
+
+    Asks each module for K and V of the same hidden states at two places. Modules that want more than a batch can give here,
+    and latent attention, are taken at their word.
+
+    Raises:
+        CannotRelocate: K moved is not the K that the layer makes there, or V is another.
+    """
+    from hypic.kernels.relocate import rotate
+
+    for layer_id, owner in owners.items():
+        table = owner.rotary_emb.cos_sin_cache
+        shift = min(1000, len(table) - 16)
+        if hasattr(owner, "attn_mqa") or shift < 1:
+            continue
+        try:
+            (k, v), (k_there, v_there) = (_key_value(owner, *_probe(owner, start)) for start in (0, shift))
+            k, k_there = (x.reshape(len(x), -1, owner.attn.head_dim) for x in (k, k_there))
+        except Exception:  # whatever a module without a batch stumbles over: it cannot be asked
+            continue
+        moved = rotate(k, 0, shift, table.float(), rotary.dim, rotary.is_neox, rotary.scale, rotary.first_dim)
+        exact = {k.dtype, table.dtype} == {torch.float32}
+        bound = RELOCATION_TOLERANCE if exact else ROUNDED_TABLE_TOLERANCE
+        for part, here, there in (("K", moved, k_there), ("V", v, v_there)):
+            error = float((here.float() - there.float()).abs().max() / there.float().abs().max())
+            if not error <= bound:
+                raise CannotRelocate(
+                    f"full-attention layer {layer_id} does not use its rotary embedding as others do: {part} "
+                    f"relocated is off by {error:.1e} (bound {bound:.0e})"
+                )
 
 
 def _table_rotate(k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, rotary: Rotary) -> torch.Tensor:

@@ -14,7 +14,8 @@ class Unsupported(ValueError):
 
 
 SLIDING_WINDOWS = (
-    "sliding-window attention: while a segment is compiled, SGLang frees the K and V that leave the window"
+    "sliding-window attention: while a segment is compiled, SGLang frees the K and V that leave the window; --hypic-off serves "
+    "such a model without hypic"
 )
 """Why Gemma2, Gemma3 and others are refused (docs/SEMANTICS.md)."""
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from hypic.check.coverage import REFUSED, Refused
 from hypic.check.tiny_models import NAMES
 from hypic.commands.doctor import _model
 from hypic.config import HypicConfig
@@ -20,7 +21,7 @@ from hypic.doctor import installation
 from hypic.doctor.findings import Findings, ModelFinding
 from hypic.doctor.show import size
 from hypic.engine.hook import SUPPORTED_SGLANG, Hook, HookTable
-from hypic.engine.support import REFUSALS
+from hypic.engine.support import REFUSALS, Unsupported, check_methods
 
 SECONDS = 240
 
@@ -95,13 +96,13 @@ def test_other_sglang_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------------- models
 
 
-def examine(path: Path | str, *flags: str, memory: int = 0) -> ModelFinding:
+def examine(path: Path | str, *flags: str, memory: int = 0, settings: HypicConfig | None = None) -> ModelFinding:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
     found = Findings(supported_sglang=SUPPORTED_SGLANG, versions=[], refused_flags=installation.refused_flags())
     found.platform = installation.machine(cpu=True)
-    config = HypicConfig(enabled=True, memory=memory)
+    config = settings or HypicConfig(enabled=True, memory=memory)
     model = _model(["--model-path", str(path), *flags], str(path), config, found, cpu=True)
     given = [r.flag for r in found.refused_flags if r.given]
     assert given == [flag for flag in flags if flag in given], "flags are marked that were not given"
@@ -210,8 +211,6 @@ def config(tmp_path: Path, kind: str, architecture: str, **fields: Any) -> Path:
 @pytest.mark.parametrize(
     ("kind", "architecture", "fields", "reason"),
     [
-        ("Gemma2Config", "Gemma2ForCausalLM", {}, "sliding-window attention"),
-        ("Lfm2Config", "Lfm2ForCausalLM", {}, "short convolution"),
         (
             "Qwen3Config",
             "Qwen3ForCausalLM",
@@ -228,6 +227,31 @@ def test_unsupported_models_are_refused_with_the_reason(
     model = examine(config(tmp_path, kind, architecture, **fields))
     assert any(reason in problem for problem in model.problems), model.problems
     assert model.families == [] and model.segments == []
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: row.architecture)
+def test_the_table_of_refused_models_is_true(row: Refused, tmp_path: Path) -> None:
+    # SGLang itself refuses some with torch_native, the CPU's default, and LFM2 with triton.
+    flags = ["--attention-backend", "triton"] if row.reason == "sliding-window attention" else []
+    model = examine(config(tmp_path, row.config, row.architecture), *flags)
+    assert [p.startswith(row.reason) for p in model.problems] == [True], model.problems
+    assert row.reason != "sliding-window attention" or "--hypic-off" in model.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [("Qwen2", {"use_sliding_window": True, "max_window_layers": 2}), ("Mistral", {"sliding_window": 4096})],
+)
+def test_windows_that_sglang_does_not_read_are_no_reason(kind: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    assert examine(config(tmp_path, f"{kind}Config", f"{kind}ForCausalLM", **fields)).problems == []
+
+
+def test_methods_are_refused_as_by_the_server(tiny_model: Callable[[str], Path]) -> None:
+    settings = HypicConfig(enabled=True, methods="seam,legolink-0")
+    with pytest.raises(Unsupported) as server:
+        check_methods(settings, hybrid=True)
+    assert examine(tiny_model("qwen35"), settings=settings).problems == [str(server.value)]
+    assert examine(tiny_model("llama"), settings=settings).problems == []
 
 
 def test_missing_model_is_a_problem_not_a_crash(tmp_path: Path) -> None:

@@ -65,5 +65,5 @@ def test_refused_flags_are_documented() -> None:
 
 
 def test_the_support_table_is_what_the_tests_cover() -> None:
-    """`hypic doctor --models > ...`; tests/engine and tests/platform run what the table says."""
+    """`hypic doctor --models`; tests/engine, tests/platform and tests/commands run what its two tables say."""
     assert f"\n{table()}\n" in (ROOT / "docs" / "FAMILIES.md").read_text()

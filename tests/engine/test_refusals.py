@@ -18,7 +18,7 @@ from hypic.check.engines import running_engine
 from hypic.commands.serve import read_server_args
 from hypic.config import HypicConfig
 from hypic.engine.http.inprocess import generate
-from hypic.engine.support import REFUSALS, Refusal, Unsupported, check_methods, check_server_args
+from hypic.engine.support import REFUSALS, SLIDING_WINDOWS, Refusal, Unsupported, check_methods, check_server_args
 
 VALUES = {
     "--speculative-algorithm": ["EAGLE", "NGRAM", "STANDALONE"],
@@ -149,6 +149,31 @@ def test_a_hybrid_is_not_served_with_legolink_0(tiny_model: Callable[[str], Path
     )
     assert done.returncode != 0
     assert "--hypic-methods legolink-0: for models whose layers are all full attention" in done.stderr
+
+
+def test_windows_that_only_the_layers_know_are_refused(
+    tiny_model: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """SGLang's Cohere2 tells its windows to the attention layers alone; the engine names model, reason and remedy."""
+    import transformers
+
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "head_dim": 32,
+    }
+    config = transformers.Cohere2Config(
+        architectures=["Cohere2ForCausalLM"], vocab_size=1536, sliding_window=64, **sizes
+    )
+    config.save_pretrained(tmp_path)
+    for file in tiny_model("llama").glob("*token*"):
+        (tmp_path / file.name).symlink_to(file)
+    with pytest.raises(RuntimeError, match="died during initialization"):
+        running_engine(tmp_path, env=HypicConfig(enabled=True).to_env(), load_format="dummy").__enter__()
+    said = f"hypic cannot serve {tmp_path} (Cohere2ForCausalLM): {SLIDING_WINDOWS}"
+    assert said in capfd.readouterr().err and "--hypic-off" in said
 
 
 # ---------------------------------------------------------------------- requests

@@ -106,5 +106,69 @@ def test_layers_with_and_without_rotation_are_refused() -> None:
         find_rotary(built, (0, 1), 4096)
 
 
+class Turning(nn.Module):
+    """Rotary embedding over half of K, in half-split pairs."""
+
+    rotary_dim, is_neox_style = 4, True
+
+    def __init__(self) -> None:
+        super().__init__()
+        phase = torch.arange(4096).float()[:, None] * 100.0 ** (-torch.arange(2) / 2)
+        self.cos_sin_cache = torch.cat([phase.cos(), phase.sin()], -1)
+
+    def forward(self, positions: Tensor, k: Tensor) -> Tensor:
+        (cos, sin), (a, b, rest) = self.cos_sin_cache[positions].chunk(2, -1), k.split([2, 2, 4], -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+
+class Rotates(Attention):
+    def __init__(self, layer_id: int) -> None:
+        super().__init__(layer_id)
+        self.rotary_emb, self.attn.head_dim = Turning(), 8
+
+    def forward(self, positions: Tensor, hidden_states: Tensor, forward_batch: Any) -> Any:  # type: ignore[override]
+        q, k, v = self.qkv_proj(hidden_states).split(8, -1)
+        return self.attn(q, self.place(k, positions), v, forward_batch)
+
+    def place(self, k: Tensor, positions: Tensor) -> Tensor:
+        return self.rotary_emb(positions, k)
+
+
+class OwnsButDoesNotRotate(Rotates):
+    """As layers without positions among others that have them."""
+
+    def place(self, k: Tensor, positions: Tensor) -> Tensor:
+        return k
+
+
+class TurnsTwice(Rotates):
+    def place(self, k: Tensor, positions: Tensor) -> Tensor:
+        return super().place(k, 2 * positions)
+
+
+class WantsABatch(OwnsButDoesNotRotate):
+    def forward(self, positions: Tensor, hidden_states: Tensor, forward_batch: Any) -> Any:
+        return forward_batch.no_such_thing
+
+
+def test_layers_that_turn_by_their_table_are_asked_and_left_as_they_were() -> None:
+    built = model(Rotates, Rotates)
+    attends = [layer.attn for layer in built["layers"]]  # type: ignore[index,union-attr]
+    rotary = find_rotary(built, (0, 1), 4096)
+    assert rotary is not None and (rotary.dim, rotary.is_neox) == (4, True)
+    assert [layer.attn for layer in built["layers"]] == attends  # type: ignore[index,union-attr]
+    assert find_rotary(model(Rotates).to(torch.bfloat16), (0,), 4096) is not None
+
+
+@pytest.mark.parametrize("kind", [OwnsButDoesNotRotate, TurnsTwice])
+def test_a_layer_that_does_not_use_its_table_is_refused(kind: type[Attention]) -> None:
+    with pytest.raises(CannotRelocate, match="layer 1 does not use its rotary embedding as others do: K"):
+        find_rotary(model(Rotates, kind), (0, 1), 4096)
+
+
+def test_a_layer_that_cannot_be_asked_is_taken_at_its_word() -> None:
+    assert find_rotary(model(Rotates, WantsABatch), (0, 1), 4096) is not None
+
+
 def test_16_bit_weights_are_asked_in_their_type() -> None:
     assert find_rotary(model(Attention).to(torch.bfloat16), (0,), 4096) is None

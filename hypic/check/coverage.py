@@ -58,6 +58,10 @@ COVERAGE = (
         "latent, RoPE; partial RoPE in linear layers", ("P1", "P3", "P4", "P6"), False,
         "P4's oracle as our plain-torch model, MoE included",
     ),
+    Covered(
+        "minimax", "MiniMaxForCausalLM", "MiniMax-Text-01, MiniMax-M1", "Lightning", "RoPE; none in linear layers",
+        ("P1", "P4"), False, "P4's oracle as transformers; as published: `MiniMaxText01ForCausalLM`, `MiniMaxM1ForCausalLM`",
+    ),
     Covered("llama", "LlamaForCausalLM", "Llama 2, 3", None, "RoPE", ALL),
     Covered("qwen3", "Qwen3ForCausalLM", "Qwen3", None, "RoPE", ()),
 )  # fmt: skip

@@ -33,7 +33,9 @@ DELTA_AND_ATTENTION = (
     "Qwen3_5MoeForCausalLM",
     "Qwen3_5MoeForConditionalGeneration",
 )
-ARCHITECTURES = (*DELTA_AND_ATTENTION, "FalconH1ForCausalLM", "NemotronHForCausalLM", "DeepseekV2ForCausalLM")
+ARCHITECTURES = (
+    *DELTA_AND_ATTENTION, "FalconH1ForCausalLM", "NemotronHForCausalLM", "DeepseekV2ForCausalLM", "MiniMaxForCausalLM",
+)  # fmt: skip
 """Names as in config.json, and of the transformers classes that load them."""
 _OURS: dict[str, Any] = {
     "KimiLinearForCausalLM": KimiLinear,
@@ -146,10 +148,14 @@ class Oracle:
         if isinstance(self.model, KimiLinear):
             return self.link(ids, (), w=0, n_new=n_new, forced=forced)
         _linked_spans(len(ids), (), 0)
-        cache = transformers.DynamicCache(config=self._text.config)
+        cache, seen = _cache(self._text.config), 0
 
         def step(*tokens: int) -> Tensor:
-            out = self._text(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True)
+            nonlocal seen
+            where: dict[str, Any] = {}
+            if self._text.config.model_type == "minimax":  # its cache counts tokens in layer 0, which may be linear
+                where["position_ids"] = torch.arange(seen, seen := seen + len(tokens))[None]
+            out = self._text(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True, **where)
             return self._head(out.last_hidden_state[0, -1])
 
         return self._answer(step(*ids), step, n_new, forced)
@@ -196,6 +202,15 @@ class Oracle:
             rows.append(logits[: self._vocab_limit].float().log_softmax(-1))
             taken.append(int(rows[-1].argmax()) if forced is None else forced[i])
         return OracleResult(taken, torch.stack(rows))
+
+
+def _cache(config: Any) -> Any:
+    """What transformers' model keeps of the tokens so far."""
+    if config.model_type != "minimax":
+        return transformers.DynamicCache(config=config)
+    from transformers.models.minimax.modeling_minimax import MiniMaxCache
+
+    return MiniMaxCache()
 
 
 def _load(model_dir: Path) -> Any:

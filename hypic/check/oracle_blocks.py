@@ -55,6 +55,31 @@ class KimiLinear:
         return self._mixer.replay(state, record)
 
 
+class MiniMax:
+    """What the norms give is the residual stream; factors weigh it and what is added. Linear layers do not rotate."""
+
+    def __init__(self, layer: Any, rope: Rope) -> None:
+        self._layer, mixer = layer, layer.self_attn
+        self._mixer: Mixer[Any, Any]
+        if hasattr(mixer, "slope_rate"):
+            self._mixer = oracle_lightning.Lightning(oracle_lightning.MiniMaxLinear(mixer), NoRope())
+        else:
+            self._mixer = Attention(mixer, rope)
+
+    def start(self) -> Any:
+        return self._mixer.start()
+
+    def run(self, x: Tensor, state: Any) -> tuple[Tensor, Any, Any]:
+        layer = self._layer
+        x = layer.input_layernorm(x)
+        y, state, record = self._mixer.run(x, state)
+        x = layer.post_attention_layernorm(x * layer.attn_alpha_factor + y * layer.attn_beta_factor)
+        return x * layer.mlp_alpha_factor + layer.mlp(x[None])[0] * layer.mlp_beta_factor, state, record
+
+    def replay(self, state: Any, record: Any) -> Any:
+        return self._mixer.replay(state, record)
+
+
 class Nothing(NamedTuple):
     """State and record of a layer that mixes no tokens."""
 
@@ -127,6 +152,8 @@ def block_of(layer: Any, rope: Rope | None) -> Mixer[Any, Any]:
         return KimiLinear(layer)
     if rope is None:
         raise NotImplementedError(f"{type(layer).__name__} in a model without a rotary embedding")
+    if type(layer).__name__ == "MiniMaxDecoderLayer":
+        return MiniMax(layer, rope)
     if type(layer).__name__ == "FalconH1DecoderLayer":
         return FalconH1(layer, rope)
     ring = type(layer).__name__ == "BailingLinearLayer"

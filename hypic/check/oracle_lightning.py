@@ -1,4 +1,5 @@
-"""The oracle's Lightning and grouped-query mixers of Ring-linear and Ring-2.5, on the modules of ``check.bailing``.
+"""The oracle's Lightning and grouped-query mixers of Ring-linear and Ring-2.5, on the modules of ``check.bailing``,
+and MiniMax's on transformers'.
 
 A record keeps keys before RoPE; a state replays them turned to where they stand, one token at a time, so that nothing here
 ever rotates a state. Letters as in oracle_mixers.
@@ -9,6 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hypic.check.oracle_kimi import LatentAttention, PairedRope, Rope
@@ -71,6 +73,24 @@ class GroupedQuery:
 
     def replay(self, state: KV, record: KV) -> KV:
         return KV(torch.cat([state.k, record.k]), torch.cat([state.v, record.v]))
+
+
+class MiniMaxLinear:
+    """transformers' MiniMaxLightningAttention as Lightning reads a module. Its queries are not scaled."""
+
+    scaling = 1.0
+
+    def __init__(self, module: Any) -> None:
+        self._m, self.heads, self.head_dim = module, module.num_attention_heads, module.head_dim
+        self.slopes = module.slope_rate.flatten().double()
+
+    def project(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = F.silu(self._m.qkv_proj(y)).view(len(y), self.heads, 3, self.head_dim).unbind(2)
+        return q, k, v
+
+    def finish(self, mixed: Tensor, y: Tensor) -> Tensor:
+        out: Tensor = self._m.out_proj(self._m.norm(mixed.flatten(1)) * self._m.output_gate(y).sigmoid())
+        return out
 
 
 def mixer_of(layer: Any, rope: Rope) -> Lightning | GroupedQuery | LatentAttention:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hypic.check.oracle import Oracle, OracleError
+from hypic.check.oracle_kimi import LatentKV
 from hypic.check.oracle_mixers import KV, interior
 
 METHODS = ("composing", "last segment only")
@@ -92,7 +93,7 @@ def _walk(oracle: Oracle, parts: list[list[int]], w: int, method: str | None) ->
 
 def _parts(state: Any) -> Iterator[Any]:
     """The states in a layer's state: itself, or several side by side."""
-    if hasattr(state, "h") or isinstance(state, KV):
+    if hasattr(state, "h") or isinstance(state, KV | LatentKV):
         yield state
     else:
         for part in state:
@@ -107,6 +108,6 @@ def _forget(state: Any, fresh: Any) -> Any:
     """Recurrent states start anew; K and V stay."""
     if hasattr(state, "h"):
         return fresh
-    if isinstance(state, KV):
+    if isinstance(state, KV | LatentKV):
         return state
     return type(state)(*(_forget(s, f) for s, f in zip(state, fresh, strict=True)))

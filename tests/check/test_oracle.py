@@ -20,7 +20,7 @@ from hypic.check.layouts import document_pool, random_layout
 from hypic.check.oracle import Oracle, OracleError, OracleResult
 
 PUBLISHED = (
-    "qwen3next", "qwen35", "qwen35moe", "qwen35_dk", "llama", "qwen3", "deepseekv2", "nemotronh", "falconh1",
+    "qwen3next", "qwen35", "qwen35moe", "qwen35_dk", "llama", "qwen3", "deepseekv2", "nemotronh", "falconh1", "minimax",
 )  # fmt: skip
 """Models that transformers has."""
 MODELS = (*PUBLISHED, "ringlinear", "ring25")
@@ -29,7 +29,7 @@ OURS = ("kimi",)
 """transformers does not know them: SGLang's own forward is what they are compared with (check P1 and P4 on an engine)."""
 HYBRIDS = (*MODELS[:4], *MODELS[7:], *OURS)
 CONTINUED = MODELS[:7]
-"""Models that Hugging Face takes on from a cache by more than one token; its Mamba-2 mixers cannot."""
+"""Models that Hugging Face takes on from a cache by more than one token; its Mamba-2 mixers and MiniMax cannot."""
 VOCAB = 1000
 W = 8
 Spans = list[tuple[int, int]]

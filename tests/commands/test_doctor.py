@@ -124,9 +124,12 @@ def test_tiny_models_are_supported(name: str, tiny_model: Callable[[str], Path])
     assert model.problems == [] and model.tested and model.dtype == "float32"
     layers = {f.family: f.layers for f in model.families}
     full, linear = FULL.get(name, 2), LINEAR.get(name, 2)
-    titles = {"kimi": "Kimi delta attention", "ringlinear": "Lightning", "ring25": "Lightning"} | dict.fromkeys(
-        MAMBA, "Mamba2"
-    )
+    titles = {
+        "kimi": "Kimi delta attention",
+        "ringlinear": "Lightning",
+        "ring25": "Lightning",
+        "minimax": "Lightning",
+    } | dict.fromkeys(MAMBA, "Mamba2")
     title = titles.get(name, "gated delta network")
     assert layers == {k: n for k, n in {title: linear, "full attention": full}.items() if n}
     heads, d_k, d_v, channels = 4, 32, 16 if name == "qwen35_dk" else 32, 2 * 2 * 32 + 4 * (32, 16)[name == "qwen35_dk"]
@@ -136,7 +139,7 @@ def test_tiny_models_are_supported(name: str, tiny_model: Callable[[str], Path])
         channels, transition = heads * d_v + 2 * groups * d_k, 4
     if name == "kimi":
         channels = 3 * heads * d_k
-    if name in ("ringlinear", "ring25"):
+    if title == "Lightning":
         channels, transition = 0, 4
     assert model.transition_bytes == linear * heads * transition
     assert model.state_bytes == linear * heads * d_v * d_k * 4

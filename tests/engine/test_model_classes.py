@@ -1,4 +1,4 @@
-"""Ring-linear through SGLang's seams for external models: found, with its config, and with what the scheduler asks."""
+"""Ring-linear and MiniMax through SGLang's seams for external models: found, with configs and what the scheduler asks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from hypic.engine import model_classes
-from hypic.engine.model_classes.config import ARCHITECTURE, BailingMoeLinearConfig
+from hypic.engine.model_classes.config import ARCHITECTURE, BailingMoeLinearConfig, register
 
 
 def test_it_is_offered_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,10 +34,26 @@ def test_a_package_that_the_user_names_takes_precedence(monkeypatch: pytest.Monk
     assert os.environ["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "theirs"
 
 
+def test_published_configs_of_minimax_are_read() -> None:
+    """MiniMax-M1's fields (github.com/MiniMax-AI/MiniMax-M1, config.json)."""
+    from transformers import AutoConfig
+
+    register()
+    fields = {"head_dim": 128, "rotary_dim": 64, "rope_theta": 10000000, "postnorm": True, "num_hidden_layers": 8}
+    fields |= {"attn_type_list": [0, 0, 0, 0, 0, 0, 0, 1], "layernorm_linear_attention_alpha": 3.5565588200778455}
+    fields |= {"layernorm_linear_attention_beta": 1.0, "layernorm_mlp_alpha": 3.5, "num_attention_heads": 64}
+    for kind in ("minimax_m1", "minimax_text_01"):
+        found = AutoConfig.for_model(kind, **fields)
+        assert (found.full_attention_layer_ids, found.linear_layer_ids) == ([7], list(range(7)))
+        assert (found.linear_attn_alpha_factor, found.linear_attn_beta_factor) == (3.5565588200778455, 1.0)
+        assert (found.mlp_alpha_factor, found.full_attn_alpha_factor) == (3.5, 1)
+        assert (found.rope_parameters["rope_theta"], found.partial_rotary_factor) == (10000000, 0.5)
+        with pytest.raises(ValueError, match="without postnorm"):
+            AutoConfig.for_model(kind, **fields | {"postnorm": False})
+
+
 @pytest.mark.parametrize(("backend", "can"), [("triton", True), ("other", False)])
 def test_states_may_be_kept_beside_an_overlapping_schedule(backend: str, can: bool) -> None:
-    from hypic.engine.model_classes.config import register
-
     register()
     view = SimpleNamespace(linear_attn_backend=backend)
     assert model_classes.supports_extra_buffer(lambda *_: False, view, ARCHITECTURE) is can

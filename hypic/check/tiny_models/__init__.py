@@ -37,6 +37,7 @@ _RECIPES: dict[str, Callable[[], Any]] = {
     "deepseekv2": attention.deepseekv2,
     "ringlinear": lightning.ringlinear,
     "ring25": lightning.ring25,
+    "minimax": lightning.minimax,
 }
 NAMES = tuple(_RECIPES)
 """Models that :func:`build` knows."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypic.check.tiny_models.common import COMMON, HEADS, latent
+from hypic.check.tiny_models.common import COMMON, HEADS, latent, rope
 
 
 def ringlinear() -> Any:
@@ -55,3 +55,25 @@ def ring25() -> Any:
         architectures=["BailingMoeV2_5ForCausalLM"],
     )
     return BailingMoeV2_5ForCausalLM(config)
+
+
+def minimax() -> Any:
+    """MiniMax-Text-01: Lightning layers without positions, RoPE in the others, mixtures of experts, weighed residuals."""
+    from transformers import MiniMaxConfig, MiniMaxForCausalLM
+
+    config = MiniMaxConfig(
+        **COMMON,
+        head_dim=32,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        rope_parameters=rope(),
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        block_size=64,
+        linear_attn_alpha_factor=1.2,
+        linear_attn_beta_factor=0.9,
+        full_attn_alpha_factor=1.1,
+        full_attn_beta_factor=0.8,
+        mlp_alpha_factor=0.9,
+        mlp_beta_factor=1.3,
+    )
+    return MiniMaxForCausalLM(config)

@@ -1,4 +1,4 @@
-"""Lightning attention (SegLA): Ring-linear-2.0, Ring-2.5. T is one constant decay per head and token; keys rotate."""
+"""Lightning attention (SegLA): Ring-linear-2.0, Ring-2.5, MiniMax. T is one constant decay per head; keys may rotate."""
 
 from __future__ import annotations
 
@@ -80,8 +80,10 @@ class Lightning(Family):
     mixin = LinkedLightning
 
     def config(self, model_config: Any) -> Any | None:
-        from sglang.srt.configs.hybrid_arch import hybrid_lightning_config
+        from sglang.srt.configs.hybrid_arch import hybrid_lightning_config, linear_attn_model_spec
 
+        if (spec := linear_attn_model_spec(model_config)) is not None and spec.backend_class_name == self.backend:
+            return model_config.hf_config
         return hybrid_lightning_config(model_config)
 
     def check_model(self, model: Any, max_position: int) -> None:
@@ -98,7 +100,7 @@ class Lightning(Family):
 
         found: dict[int, LinearLayer] = {}
         for module in _modules(model):
-            device = module.query_key_value.weight.device
+            device = next(module.parameters()).device
             # The backend makes its slopes so; it takes the number of all layers from the config.
             slopes = LightningAttentionBackend._build_slope_tensor(
                 module.total_num_heads, model.config.num_hidden_layers, device
@@ -128,7 +130,9 @@ class Lightning(Family):
 
 
 def _modules(model: Any) -> list[Any]:
-    return [m for m in model.modules() if type(m).__name__ == "BailingMoELinearAttention"]
+    return [
+        m for m in model.modules() if type(m).__name__ in ("BailingMoELinearAttention", "MiniMaxLightningAttention")
+    ]
 
 
 FAMILY = Lightning()

@@ -1,4 +1,4 @@
-"""The config of Ring-mini-linear-2.0 and Ring-flash-linear-2.0, as SGLang's config of their successors reads it."""
+"""The config of Ring-mini-linear-2.0 and Ring-flash-linear-2.0, as SGLang's config of their successors reads it; registration."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class BailingMoeLinearConfig(BailingHybridConfig):
 
 def register() -> None:
     """With transformers, in SGLang's own table of configs and list of models without piecewise CUDA graphs (where Ring-2.5
-    is), and as a model whose states the radix tree may keep."""
+    is), and as models whose states the radix tree may keep."""
     from sglang.srt.configs.linear_attn_model_registry import (
         LinearAttnModelSpec,
         get_linear_attn_spec_by_arch,
@@ -32,15 +32,24 @@ def register() -> None:
     from sglang.srt.utils.hf_transformers.common import _CONFIG_REGISTRY
     from transformers import AutoConfig
 
-    AutoConfig.register(BailingMoeLinearConfig.model_type, BailingMoeLinearConfig, exist_ok=True)
-    _CONFIG_REGISTRY[BailingMoeLinearConfig.model_type] = BailingMoeLinearConfig
-    if get_linear_attn_spec_by_arch(ARCHITECTURE) is None:
-        piecewise_cuda_graph_disabled_model_archs.append(ARCHITECTURE)
-        register_linear_attn_model(
-            LinearAttnModelSpec(
-                config_class=BailingMoeLinearConfig,
-                backend_class_name="sglang.srt.layers.attention.linear.lightning_backend.LightningAttentionBackend",
-                arch_names=[ARCHITECTURE],
-                support_mamba_cache_extra_buffer=True,
+    from hypic.engine.model_classes.minimax_config import MiniMaxHybridConfig, MiniMaxM1Config, MiniMaxText01Config
+
+    ours: dict[str, Any] = {
+        ARCHITECTURE: BailingMoeLinearConfig,
+        "MiniMaxForCausalLM": MiniMaxHybridConfig,
+        "MiniMaxM1ForCausalLM": MiniMaxM1Config,
+        "MiniMaxText01ForCausalLM": MiniMaxText01Config,
+    }
+    for architecture, config in ours.items():
+        AutoConfig.register(config.model_type, config, exist_ok=True)
+        _CONFIG_REGISTRY[config.model_type] = config
+        if get_linear_attn_spec_by_arch(architecture) is None:
+            piecewise_cuda_graph_disabled_model_archs.append(architecture)
+            register_linear_attn_model(
+                LinearAttnModelSpec(
+                    config_class=config,
+                    backend_class_name="sglang.srt.layers.attention.linear.lightning_backend.LightningAttentionBackend",
+                    arch_names=[architecture],
+                    support_mamba_cache_extra_buffer=True,
+                )
             )
-        )

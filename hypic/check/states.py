@@ -51,7 +51,7 @@ def state_errors(
     layers = tuple(i for i, s in enumerate(starts) if _linear(s) is not None)
     if not layers:
         raise OracleError(f"{model}: no layer has a recurrent state")
-    vocab, rng = oracle.model.get_input_embeddings().num_embeddings, random.Random(seed)
+    vocab, rng = oracle._embed.num_embeddings, random.Random(seed)
     states = {m: [0.0] * len(layers) for m in METHODS}
     kl = dict.fromkeys(METHODS, 0.0)
     for _ in range(prompts):

@@ -15,7 +15,7 @@ from hypic.cli import app
 COMPOSING, LAST = METHODS
 
 
-@pytest.mark.parametrize("name", ["qwen3next", "nemotronh", "falconh1", "ring25"])
+@pytest.mark.parametrize("name", ["qwen3next", "nemotronh", "falconh1", "ring25", "kimi"])
 def test_composing_is_exact_at_the_first_layer_and_better_than_forgetting(name: str) -> None:
     found = state_errors(tiny_models.build(name), segments=3, length=60, prompts=2)
     composing, last = found.states[COMPOSING], found.states[LAST]

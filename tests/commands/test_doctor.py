@@ -20,6 +20,7 @@ from hypic.config import HypicConfig
 from hypic.doctor import installation
 from hypic.doctor.findings import Findings, ModelFinding
 from hypic.doctor.show import size
+from hypic.engine import model_classes
 from hypic.engine.hook import SUPPORTED_SGLANG, Hook, HookTable
 from hypic.engine.support import REFUSALS, Unsupported, check_methods
 
@@ -100,6 +101,7 @@ def examine(path: Path | str, *flags: str, memory: int = 0, settings: HypicConfi
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
+    model_classes.offer()  # an engine that this process started before took what plugins set in the environment along
     found = Findings(supported_sglang=SUPPORTED_SGLANG, versions=[], refused_flags=installation.refused_flags())
     found.platform = installation.machine(cpu=True)
     config = settings or HypicConfig(enabled=True, memory=memory)

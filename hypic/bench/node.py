@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -53,6 +53,8 @@ from hypic.traces.runner import new_result
 from hypic.traces.session import Session
 from hypic.traces.spec import read_spec
 
+STAGES = {"transfers": 2, "cluster": 10, "stock": 6, "tp": 4, "answers": 3}
+"""In their order, and the weight of each among those that are left."""
 LOG_SHOWN = 8000
 GRACE = 15
 """Seconds after its time before a stage is broken off; it should have ended by itself."""
@@ -69,13 +71,6 @@ SMALL = (
 
 class Overtime(RuntimeError):
     """A stage did not end by itself."""
-
-
-class Stage(NamedTuple):
-    """A part of the run, and its weight among those that are left."""
-
-    weight: float
-    run: Callable[[float], None]
 
 
 class Node:
@@ -107,26 +102,27 @@ class Node:
             command=sys.argv, versions=versions(), machine=machine(), workload=msgspec.to_builtins(work),
             seam_window=self._config.seam_window, selfcheck={}, engines=[], scatter=self.scatter.result,
         )  # fmt: skip
-        self.stages = {
-            "transfers": Stage(2, self._transfers),
-            "cluster": Stage(10, self._cluster),
-            "stock": Stage(6, self._stock),
-            "tp": Stage(4, self._tp),
-            "answers": Stage(3, self._answers),
+        self.stages: dict[str, Callable[[float], None]] = {
+            "transfers": self._transfers,
+            "cluster": self._cluster,
+            "stock": self._stock,
+            "tp": self._tp,
+            "answers": self._answers,
         }
 
-    def run(self, names: Sequence[str]) -> None:
+    def run(self) -> None:
         """The stages, as far as the budget goes."""
+        names = list(self._args.stages)
         self.out.mkdir(parents=True, exist_ok=True)
         end = time.monotonic() + self._args.budget
         for i, name in enumerate(names):
             began = time.monotonic()
-            weights = [self.stages[n].weight for n in names[i:]]
+            weights = [STAGES[n] for n in names[i:]]
             seconds = (end - began) * weights[0] / sum(weights)
             _say(f"--- {name}: {seconds:.0f} s of {end - began:.0f} left")
             try:
                 with _at_most(seconds + GRACE):
-                    self.stages[name].run(began + seconds)
+                    self.stages[name](began + seconds)
             except Exception as e:
                 self.found.failed[name] = f"{type(e).__name__}: {e}"
                 _say(f"{name} failed: {type(e).__name__}: {e}")
@@ -242,13 +238,14 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def main(args: Sequence[str] | None = None) -> int:
+def read_arguments(args: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Ours, and the flags that are SGLang's and hypic's."""
     parser = argparse.ArgumentParser(prog="python -m hypic.bench.node", description=__doc__, allow_abbrev=False)
     parser.add_argument("model")
     parser.add_argument("--out", required=True, help="folder for node.json, bench.json, replay.json, plots, summary.md")
     parser.add_argument("--workers", type=int, default=8, help="workers, and GPUs of the TP group")
     parser.add_argument("--budget", type=float, default=560.0, help="seconds for all of it")
-    parser.add_argument("--stages", default="transfers,cluster,stock,tp,answers")
+    parser.add_argument("--stages", default=",".join(STAGES))
     parser.add_argument("--segments", default="16,50", help="numbers of segments, one length of prompt each")
     parser.add_argument("--segment-tokens", type=int, default=2048)
     parser.add_argument("--reps", type=int, default=5)
@@ -261,11 +258,15 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--start-qps", type=float, default=2.0, help="the first rate to try, for each worker")
     parser.add_argument("--max-lag", type=float, default=0.1)
     found, flags = parser.parse_known_args(args)
-    node = Node(found, flags)
-    names = found.stages.split(",")
-    if unknown := [name for name in names if name not in node.stages]:
-        parser.error(f"--stages {unknown[0]}: known are {', '.join(node.stages)}")
-    node.run(names)
+    found.stages = found.stages.split(",")
+    if unknown := [name for name in found.stages if name not in STAGES]:
+        parser.error(f"--stages {unknown[0]}: known are {', '.join(STAGES)}")
+    return found, flags
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    node = Node(*read_arguments(args))
+    node.run()
     with contextlib.suppress(OSError):
         print((node.out / "summary.md").read_text())
     return 1 if node.found.failed else 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import http.client
 import json
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -107,9 +108,10 @@ class Bench:
                 )
                 self._keep(self.result)
         finally:
-            drain(url, self.plan, max(self.plan.workers), POLICIES[0])
-            self.result.costs = msgspec.convert(get_json(f"{url}/workers")["costs"], Costs)
-            self._keep(self.result)
+            if (told := get_json(f"{url}/workers")) is not None:
+                self.result.costs = msgspec.convert(told["costs"], Costs)
+                self._keep(self.result)
+        drain(url, self.plan, max(self.plan.workers), POLICIES[0])
 
     def stock(self, url: str, gpus: int, deadline: float = float("inf")) -> None:
         """Time the workloads on a running stock server."""
@@ -199,13 +201,24 @@ def stock_alone(bench: Bench, argv: Sequence[str], gpus: int, cpu: bool, seconds
         bench.stock(url, gpus, deadline)
 
 
-def drain(url: str, plan: Scatter, workers: int, policy: str) -> None:
-    """Have the first `workers` of the cluster alone take part."""
+def drain(url: str, plan: Scatter, workers: int, policy: str, patience: float = 30.0) -> None:
+    """Have the first `workers` of the cluster alone take part.
+
+    A worker whose kernels are being compiled may be silent for a while. Raises RuntimeError if one is for longer than `patience`.
+    """
     names = [f"w{i}" for i in range(max(plan.workers))]
     what = {"resume": names[:workers], "drain": names[workers:], "policy": policy}
     request = urllib.request.Request(f"{url}/workers", json.dumps(what).encode(), method="POST")
-    with urllib.request.urlopen(request, timeout=30) as response:
-        response.read()
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=30) as response:
+                response.read()
+            return
+        except urllib.error.HTTPError as e:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{url}/workers: {e.code} {e.read()[:300]!r}") from None
+        time.sleep(0.2)
 
 
 def ask(url: str, ids: list[int], bounds: list[list[int]], hypic: bool = True) -> Sample:

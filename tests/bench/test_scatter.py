@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import http.server
+import json
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from rich.console import Console
 
-from hypic.bench.scatter import Case, _sample, cases, lengths
+from hypic.bench.scatter import Bench, Case, _sample, cases, drain, lengths, time_all
 from hypic.bench.scatter_report import measured_costs, plot, reckon, table, verdicts
 from hypic.bench.scatter_result import Agreement, Sample, Scatter, ScatterResult, ScatterRun, StockRun
 from hypic.bench.workload import Workload
@@ -45,6 +48,45 @@ def test_the_most_important_cases_come_first_and_one_worker_has_one_policy() -> 
         Case(50, "equal", "lpt", 4),
     ]
     assert found[8:] == [Case(n, name, "round_robin", 4) for name in ("equal", "uneven") for n in (16, 50)]
+
+
+class Away(http.server.BaseHTTPRequestHandler):
+    """A cluster whose worker is away when it is asked for the first time, and that answers no prompt."""
+
+    asked: ClassVar[list[Any]] = []
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.asked.append((self.path, body))
+        self.send_response(400 if len(self.asked) == 1 or self.path == "/generate" else 200)
+        self.end_headers()
+        self.wfile.write(b"no worker w1 is alive" if len(self.asked) == 1 else b"{}")
+
+    def log_message(self, *_: object) -> None:
+        return
+
+
+def test_a_worker_that_is_away_is_waited_for_and_a_cluster_that_fails_is_named() -> None:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Away)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url, plan = f"http://127.0.0.1:{server.server_port}", Scatter(workers=(1, 2))
+    try:
+        drain(url, plan, 1, "lpt")
+        told = {"resume": ["w0"], "drain": ["w1"], "policy": "lpt"}
+        assert Away.asked == [("/workers", told)] * 2
+        Away.asked.clear()
+        with pytest.raises(RuntimeError, match="no worker w1 is alive"):
+            drain(url, plan, 2, "lpt", patience=0.0)
+
+        def compare(_: str) -> Agreement:
+            raise ValueError("no answer")
+
+        bench = Bench(WORK, plan, 1000, say=lambda _: None)
+        time_all(bench, url, float("inf"), compare)
+        assert bench.result.costs is None and not bench.result.runs
+        assert bench.result.left_out == [f"cluster: {url} answered b'{{}}'", "agreement: no answer"]
+    finally:
+        server.shutdown()
 
 
 def run(

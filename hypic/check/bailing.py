@@ -281,15 +281,6 @@ class BailingMoeLinearV2ForCausalLM(PreTrainedModel):
     def get_input_embeddings(self) -> nn.Module:
         return self.model.word_embeddings
 
-    @torch.inference_mode()
-    def greedy(self, ids: list[int], n: int) -> list[int]:
-        """The continuation of a prompt, all of it computed again for every token."""
-        taken = list(ids)
-        for _ in range(n):
-            hidden = self.model(torch.tensor([taken])).last_hidden_state[0, -1]
-            taken.append(int(self.lm_head(hidden).argmax()))
-        return taken[len(ids) :]
-
 
 class BailingMoeV2_5ForCausalLM(BailingMoeLinearV2ForCausalLM):
     """Ring-2.5 and Ling-2.5."""

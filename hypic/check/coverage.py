@@ -51,7 +51,7 @@ COVERAGE = (
     Covered("deepseekv2", "DeepseekV2ForCausalLM", "DeepSeek-V2", None, "latent, RoPE", ("P1", "P4")),
     Covered(
         "ringlinear", "BailingMoeLinearV2ForCausalLM", "Ring-mini-linear-2.0, Ring-flash-linear-2.0", "Lightning",
-        "partial RoPE, in linear layers too", ("P1", "P4"), True, "as our plain-torch model; MoE: see Ring-2.5",
+        "partial RoPE, in linear layers too", ("P1", "P4"), False, "P4's oracle as our plain-torch model; MoE: see Ring-2.5",
     ),
     Covered(
         "ring25", "BailingMoeV2_5ForCausalLM", "Ring-2.5, Ling-2.5", "Lightning",

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from hypic.check.bailing import BailingMoeLinearV2ForCausalLM
 from hypic.check.coverage import COVERAGE
 from hypic.check.hf_mamba import one_chunk_scans
 
@@ -28,10 +27,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def hf_greedy(path: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """Continuations by transformers, which run this without any kernel of their own; Ring's by our plain-torch model."""
-    if path.name == "ringlinear":
-        ring = BailingMoeLinearV2ForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        return [ring.greedy(ids, NEW_TOKENS) for ids in prompts]
+    """Continuations by transformers, which run this without any kernel of their own."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     vision = hasattr(AutoConfig.from_pretrained(path), "vision_config")
@@ -57,7 +53,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", NO_OVERLAP),
     ("nemotronh", {}),
     ("deepseekv2", {}),
-    ("ringlinear", {}),
 ]
 
 

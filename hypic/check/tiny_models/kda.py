@@ -7,8 +7,11 @@ from typing import Any
 from hypic.check.tiny_models.common import COMMON, HEADS, latent
 
 
-def kimi() -> Any:
-    """Kimi-Linear-48B-A3B: three KDA layers, then latent attention without positions; and one of it to end with."""
+def kimi(**changes: Any) -> Any:
+    """Kimi-Linear-48B-A3B: three KDA layers, then latent attention without positions; and one of it to end with.
+
+    ``changes``: fields of the config that are to be otherwise.
+    """
     from hypic.check.kimi_linear import KimiLinear
 
     return KimiLinear(
@@ -40,4 +43,5 @@ def kimi() -> Any:
             use_grouped_topk=True,
             routed_scaling_factor=2.446,
         )
+        | changes
     )

@@ -14,6 +14,7 @@ import msgspec
 from hypic.bench.client import Client
 from hypic.bench.result import EngineRun
 from hypic.bench.suites import SUITES, Plan, require_warm
+from hypic.platform_cpu import cpu_mode, fork_server
 
 RESULT = "hypic-bench-result "
 """What the line with the result begins with; SGLang prints too."""
@@ -31,6 +32,8 @@ def launched(argv: list[str]) -> Iterator[tuple[Any, dict[str, Any], float]]:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
+    if cpu_mode():
+        fork_server.inherit()
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.server_args import ServerArgs
 

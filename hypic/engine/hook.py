@@ -71,14 +71,14 @@ class HookTable:
         self._problems: list[str] | None = None
 
     def register(self) -> None:
-        """Hand the hooks that fit to SGLang's registry."""
+        """Hand the hooks that fit to SGLang's registry, but for those that are in force: a fork has its parent's."""
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
         self._problems = []
         for hook in self.hooks:
             if problem := find_problem(hook):
                 self._problems.append(problem)
-            else:
+            elif not is_applied(hook):
                 HookRegistry.register(hook.target, hook.fn, HookType(hook.kind))
 
     def note(self, problem: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ import msgspec
 import torch
 
 from hypic.eval.served import RESULT, Ask, Job, Reply
-from hypic.platform_cpu import CPU_MODE
+from hypic.platform_cpu import cpu_mode, fork_server
 
 LINKED = ("hit_device", "hit_radix", "compiled", "waited")
 
@@ -103,9 +102,10 @@ def _interior(meta: dict[str, Any]) -> tuple[int, list[str]]:
 
 
 def _start(job: Job) -> Any:
-    if os.environ.get(CPU_MODE) == "1":
+    if cpu_mode():
         from hypic.check.engines import start_engine
 
+        fork_server.inherit()
         return start_engine(job.model, **job.flags)
     from sglang.srt.plugins import load_plugins
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
 from typing import Any
 
-_PRELOAD = ["sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager"]
+_PRELOAD = ["hypic.platform_cpu.preload"]
 _ENTRIES = ("run_scheduler_process", "run_detokenizer_process")
 
 _started = False
@@ -36,8 +36,9 @@ def start() -> None:
 
 
 def inherit() -> None:
-    """This process was forked itself from one that has imported SGLang: :func:`start` has nothing to do, and what SGLang would
-    spawn is forked from here."""
+    """This process has imported SGLang itself, or was forked from one that has: :func:`start` has nothing to do, and what SGLang
+    would spawn is forked from here. For a process that starts one engine and does nothing else before: threads do not survive a
+    fork."""
     global _started, _inherited
     _started = _inherited = True
 

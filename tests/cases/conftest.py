@@ -86,11 +86,6 @@ def judge(model: str, judge_for: Callable[[str], Judge]) -> Judge:
 
 
 @pytest.fixture
-def hybrid(driver_for: Callable[..., Driver]) -> Driver:
-    return driver_for("qwen35", methods=METHODS["qwen35"])
-
-
-@pytest.fixture
 def write(request: pytest.FixtureRequest) -> Writer:
     return Writer(request.node.nodeid)
 

@@ -103,12 +103,8 @@ def test_a_method_that_the_server_has_not(engine: Driver, write: Writer) -> None
         engine.generate(input_ids=write.tokens(9), method="seam-7")
 
 
-def test_the_longest_segment_fits_behind_its_dummies(
-    driver_for: Callable[..., Driver], methods: list[str], write: Writer
-) -> None:
+def test_the_longest_segment_fits_behind_its_dummies(driver_for: Callable[..., Driver], write: Writer) -> None:
     """Of a prompt that SGLang just takes, and beside which nothing fits into the KV pool."""
-    if "legolink-0" not in methods:
-        pytest.skip("no method with dummies")
     small = driver_for("llama", methods="legolink-0", flags={"max_total_tokens": 600})
     longest = small.manager.max_req_input_len - 1
     assert longest < 600

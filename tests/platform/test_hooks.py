@@ -46,6 +46,16 @@ def test_table_fits_the_installed_sglang(plugins_loaded: None) -> None:
     hooks.TABLE.require_applied()
 
 
+def test_what_is_in_force_is_not_handed_over_again(plugins_loaded: None) -> None:
+    """A scheduler is forked from a process that has applied CPU mode's hooks, and loads plugins like any other."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    before = {target: len(HookRegistry._hooks[target]) for target in HookRegistry._hooks}
+    hooks.register()
+    assert {target: len(HookRegistry._hooks[target]) for target in HookRegistry._hooks} == before
+    hooks.TABLE.require_applied()
+
+
 def test_every_hook_gives_a_reason() -> None:
     assert all(hook.reason for hook in hooks.TABLE.hooks)
     assert len({hook.target for hook in hooks.TABLE.hooks}) == len(hooks.TABLE.hooks)

@@ -44,6 +44,11 @@ def _targets() -> list[Target]:
 TARGETS = _targets()
 
 
+def stand_in(target: Target) -> Target:
+    """What runs in place of SGLang's kernels: the implementation that is tested, or torch where that takes seconds a token."""
+    return Target("torch", target.device) if INTERPRETED else target
+
+
 def sizes(every: list[Any], interpreted: list[Any]) -> list[Any]:
     return interpreted if INTERPRETED else every
 

@@ -7,7 +7,7 @@ from array import array
 
 import pytest
 import torch
-from cases import INTERPRETED, Target, assert_close, sizes
+from cases import INTERPRETED, Target, assert_close, sizes, stand_in
 from lightning_cases import Case, Heads, rotate
 
 from hypic.artifact.layout import LinearShape
@@ -134,7 +134,7 @@ def compile_segment(case: Case, target: Target, length: int, seam: int, cuts: li
         step = CompileStep([CompileRow(job, 0, lo, hi)], [PREFIX + lo], torch.tensor([0], device=case.device), linear)
         out = torch.empty(case.tokens, h.h, h.dv, device=case.device)
         step.before(layer, (case.q, case.k, case.v), case.memory(), out)
-        case.chain(target, [[ChainItem(PREFIX + lo, hi - lo)]], [0], [lo == 0], torch.float32)
+        case.chain(stand_in(target), [[ChainItem(PREFIX + lo, hi - lo)]], [0], [lo == 0], torch.float32)
         step.after(layer, case.memory())
 
 
@@ -158,7 +158,7 @@ def test_a_segment_compiled_at_0_joins_where_it_stands(
     stand_at(places + start)
     link = [ChainItem(0, PREFIX), ChainItem(PREFIX, 8, case.stride, 0, start), ChainItem(PREFIX + length, QUERY)]
     linked = case.chain(target, [link], [1], [True], torch.float32)
-    whole = case.chain(target, [[ChainItem(0, case.tokens)]], [2], [True], torch.float32)
+    whole = case.chain(stand_in(target), [[ChainItem(0, case.tokens)]], [2], [True], torch.float32)
     assert linked[PREFIX + 8 : PREFIX + length].isnan().all()
     assert_close(linked[-QUERY:], whole[-QUERY:], 1e-4)
     assert_close(case.pool[1], case.pool[2], 1e-4)

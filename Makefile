@@ -6,7 +6,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
-# Files of tests that run beside each other, the longest first; each takes a core and 2 GB.
+# Processes that run tests beside each other, the longest files first (tests/schedule.py); each takes a core and 4 GB.
 JOBS ?= 2
 
 PY := $(VENV)/bin/python
@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 # tests/platform compares with Hugging Face models in its own process; they give other answers in a process that has run
 # SGLang's HTTP server, so it gets a fresh one.
 test: setup
-	$(PY) -m pytest -n $(JOBS) --dist loadfile tests/kernels tests/engine tests --ignore=tests/platform
+	$(PY) -m pytest -n $(JOBS) --dist loadfile --ignore=tests/platform
 	$(PY) -m pytest tests/platform
 
 lint: setup

@@ -12,6 +12,7 @@ import pytest
 
 from hypic.platform_cpu import CPU_MODE
 from hypic.platform_cpu.defaults import set_environment
+from tests.schedule import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401
 
 os.environ.setdefault(CPU_MODE, "1")
 # SGLang loads plugins once a process, at the first import that asks for them: hypic's have to be among them.

@@ -47,16 +47,21 @@ class MiniMaxM1Config(MiniMaxHybridConfig):
     model_type = "minimax_m1"
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if not kwargs.pop("postnorm", True) or kwargs.get("shared_intermediate_size"):
+        kinds, shared = kwargs.pop("attn_type_list", None), kwargs.get("shared_intermediate_size") or 0
+        postnorm = kwargs.pop(
+            "postnorm", kinds is None
+        )  # absent in a published config: false; in one that was read: true
+        if not postnorm or any(shared if isinstance(shared, list) else [shared]):
             raise ValueError(f"{self.model_type} without postnorm, or with shared experts, is another model")
-        if (kinds := kwargs.pop("attn_type_list", None)) is not None:
+        if kinds is not None:
             self.layer_types = ["full_attention" if kind else "linear_attention" for kind in kinds]
         for theirs in [name for name in kwargs if name in _PUBLISHED]:
             setattr(self, _PUBLISHED[theirs], kwargs.pop(theirs))
-        rotary = kwargs.pop("rotary_dim", None)
+        rotary, factor = kwargs.pop("rotary_dim", None), kwargs.pop("partial_rotary_factor", 1.0)
         super().__post_init__(**kwargs)
-        if rotary is not None:
-            self.partial_rotary_factor = rotary / self.head_dim  # as SGLang's attention reads it
+        self.partial_rotary_factor = (
+            factor if rotary is None else rotary / self.head_dim
+        )  # as SGLang's attention reads it
 
 
 class MiniMaxText01Config(MiniMaxM1Config):

@@ -85,8 +85,8 @@ def test_a_client_leaves(cluster: Cluster, write: Writer) -> None:
             if line.startswith("data: "):
                 assert any(w["running"] for w in cluster.workers().values()), line
                 break  # which closes the connection
-    cluster.wait(lambda: not any(w["running"] for w in cluster.workers().values()), "idle", seconds=20)
-    cluster.wait(lambda: cluster.router_metric("running") == 0, "told by its worker that it was aborted", seconds=20)
+    cluster.wait(lambda: not any(w["running"] for w in cluster.workers().values()), "idle")
+    cluster.wait(lambda: cluster.router_metric("running") == 0, "told by its worker that it was aborted")
     assert cluster.last_request()["outcome"] == "cancelled"
     assert not any(name.startswith("router_retries") for name in cluster.metrics().since(before))
 

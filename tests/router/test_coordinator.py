@@ -295,7 +295,7 @@ def test_over_a_socket(folder: Path) -> None:
     """Real frames: workers join, get work, one goes silent; garbage and strangers in between."""
 
     async def main() -> None:
-        c = Coordinator(COSTS, settings=Settings(heartbeat=0.04, dead_after=0.3, expect_within=0.05))
+        c = Coordinator(COSTS, settings=Settings(heartbeat=0.04, dead_after=1.0, expect_within=0.05))
         done: list[Forward | Broken] = []
         control = ControlSocket(c, f"ipc://{folder}/control", done.append)
         address = await control.start()
@@ -306,7 +306,7 @@ def test_over_a_socket(folder: Path) -> None:
             s.linger = 0
             s.connect(address)
         try:
-            async with asyncio.timeout(8):
+            async with asyncio.timeout(60):
                 await sockets["x"].send(b"garbage")
                 await sockets["x"].send_multipart([m.encode(m.Bye()), b"more"])
                 await sockets["x"].send(m.encode(m.Resync()))

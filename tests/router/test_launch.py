@@ -142,7 +142,7 @@ def test_logs_restarts_and_the_end(folder: Path) -> None:
         out = io.StringIO()
         s = supervisor(folder, [SLEEP, nested], out=out)
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await s.start(least=2)
                 pids = [c.pid for c in (s.front, *s.workers)]
                 while "w0     | I am here" not in out.getvalue():
@@ -161,7 +161,7 @@ def test_logs_restarts_and_the_end(folder: Path) -> None:
 
     log, pids = asyncio.run(main())
     assert log.count("w1     | I am here") == 2
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while alive := [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]:
         assert time.monotonic() < deadline, alive
         time.sleep(0.05)
@@ -175,7 +175,7 @@ def test_a_front_for_workers_of_other_hosts_alone(folder: Path) -> None:
             folder, [], FRONT.replace('open(sys.argv[1] + "/control", "w").close()', ""), io.StringIO(), local=False
         )
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await s.start(least=0)
         finally:
             await s.stop()
@@ -195,7 +195,7 @@ def test_what_never_comes_up_ends_the_launch_with_what_it_said(folder: Path, who
             io.StringIO(),
         )
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 with pytest.raises(LaunchError, match=f"(?s){who} ended with status 3 before.*no such model"):
                     await s.start(least=2)
         finally:
@@ -212,14 +212,14 @@ def test_a_signal_ends_the_command_and_removes_its_folder(tmp_path: Path) -> Non
     env = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "hypic", "launch", str(build("qwen35")), "--port", str(free_ports(1)[0])]
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not (children := psutil.Process(process.pid).children()):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     (folder,) = tmp_path.iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700
     process.send_signal(signal.SIGTERM)
-    process.wait(timeout=10)
+    process.wait(timeout=60)
     assert process.returncode == 0 and not list(tmp_path.iterdir())
-    psutil.wait_procs(children, timeout=5)
+    psutil.wait_procs(children, timeout=30)
     assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in children)

@@ -20,7 +20,7 @@ from hypic.router.transport.security import Curve, Listener, make_keys
 from hypic.router.transport.zmq_blobs import ZmqTransport
 
 T = TypeVar("T")
-PATIENCE = 20.0
+PATIENCE = 60.0
 RANKS = 2
 SECRET = "what a launcher draws"
 

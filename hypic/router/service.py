@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections import Counter
@@ -21,6 +22,8 @@ from hypic.router.transport.security import Curve
 
 Reachable = Callable[[str], Awaitable[bool]]
 """Whether a worker's HTTP server answers at this address."""
+
+logger = logging.getLogger(__name__)
 
 _PROBE_EVERY = 0.1
 
@@ -135,6 +138,12 @@ class Router:
             raise
         return ticket
 
+    def holder(self, prompts: Sequence[Prompt]) -> str | None:
+        """A worker that may get something new and has these artifacts."""
+        cluster = self.coordinator.cluster
+        able = set(cluster.available()).intersection(*(cluster.directory.holders(p.key) for p in prompts))
+        return min(able, key=lambda name: (cluster.ready_seconds(cluster.workers[name]), name), default=None)
+
     def first_token(self, ticket: Ticket) -> None:
         self.recorder.first_token(ticket.request, time.monotonic())
         self.coordinator.first_token(ticket.request)
@@ -203,7 +212,12 @@ class Router:
     async def _probe(self, worker: str) -> None:
         """Wait for the HTTP server of whatever run of this worker spoke last."""
         assert self.reachable is not None
-        while not await self.reachable(self._probes[worker][1].http):
+        while True:
+            try:
+                if await self.reachable(self._probes[worker][1].http):
+                    break
+            except Exception:
+                logger.exception("worker %s is not asked for anything yet", worker)
             await asyncio.sleep(_PROBE_EVERY)
         peer, hello = self._probes.pop(worker)
         self._reached[worker] = hello.epoch

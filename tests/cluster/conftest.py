@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-pytest.register_assert_rewrite("tests.server.serving", "tests.cases.driving", "tests.cluster.launched")
+pytest.register_assert_rewrite(
+    "tests.server.serving", "tests.cases.driving", "tests.cluster.launched", "tests.cluster.asking"
+)
 from hypic.router.transport.security import make_folder  # noqa: E402
 from tests.cases.driving import Writer  # noqa: E402
 from tests.cluster.launched import Cluster, launched  # noqa: E402
@@ -25,6 +30,13 @@ FLAGS = (
     "error",
     "--enable-cache-report",
     "--enable-metrics",
+    "--enable-lora",
+    "--lora-backend",
+    "torch_native",
+    "--max-lora-rank",
+    "4",
+    "--lora-target-modules",
+    "o_proj",
 )
 
 
@@ -43,6 +55,18 @@ def cluster(cluster_of_session: Cluster) -> Iterator[Cluster]:
     """The cluster; after every test all workers are alive, and none has a request, lock or slot left over (exact sets)."""
     yield cluster_of_session
     cluster_of_session.audit()
+
+
+@pytest.fixture(scope="session")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random LoRA adapter of the model, strong enough to change every answer."""
+    folder, rng = tmp_path_factory.mktemp("adapter"), torch.Generator().manual_seed(0)
+    module = "base_model.model.model.layers.3.self_attn.o_proj"
+    weights = {"lora_A": 0.3 * torch.randn(4, 256, generator=rng), "lora_B": 0.3 * torch.randn(128, 4, generator=rng)}
+    save_file({f"{module}.{name}.weight": w for name, w in weights.items()}, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "target_modules": ["o_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
 
 
 @pytest.fixture

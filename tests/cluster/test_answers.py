@@ -15,33 +15,12 @@ from hypic.check.session import Prompt, distance
 from hypic.check.workers import Endpoint, check_p3_across
 from hypic.config import HypicConfig
 from tests.cases.driving import Writer
+from tests.cluster.asking import SEGMENTS, drained, generate, long_prompt, pinned, same_answer, segments
 from tests.cluster.launched import Cluster, Worker
 from tests.server import requests
 from tests.server.naming import Names, chat, named, report_of
 from tests.server.requests import REPORT
 from tests.server.serving import CHAT, COMPLETIONS, GENERATE, MARK, TextWriter
-
-SEGMENTS, LENGTH = 9, 512
-
-
-def generate(prompt: Prompt, **fields: Any) -> dict[str, Any]:
-    params = {"temperature": 0, "max_new_tokens": prompt.new_tokens}
-    options = {"segments": [list(s) for s in prompt.segments], "report": True}
-    return {"input_ids": prompt.ids, "sampling_params": params, "hypic": options, "return_logprob": True, **fields}
-
-
-def segments(meta: dict[str, Any]) -> list[dict[str, Any]]:
-    return [s for s in meta["hypic"]["spans"] if s["kind"] == "segment"]
-
-
-def same_answer(a: dict[str, Any], b: dict[str, Any]) -> None:
-    assert a["output_ids"] == b["output_ids"] and a["text"] == b["text"]
-    pairs = zip(a["meta_info"]["output_token_logprobs"], b["meta_info"]["output_token_logprobs"], strict=True)
-    assert all(abs(x[0] - y[0]) < 1e-4 and x[1] == y[1] for x, y in pairs)
-
-
-def long_prompt(write: Writer, n: int = SEGMENTS, length: int = LENGTH, **fields: Any) -> Prompt:
-    return write.prompt(20, *write.documents(n, length), 20, new_tokens=6, **fields)
 
 
 def test_a_cold_prompt_is_split_and_answered_as_by_one_worker(cluster: Cluster, write: Writer) -> None:
@@ -173,17 +152,13 @@ def test_errors_are_a_workers_and_reserved_fields_are_refused(cluster: Cluster, 
         assert reply.status == 501 and "ask a worker directly" in reply.body["error"]["message"], path
 
 
-def pinned(cluster: Cluster) -> dict[str, float]:
-    """Bytes of pinned artifacts, by worker that has any."""
-    read = {name: cluster.worker(name).metrics().read("hypic:pinned_bytes") for name in cluster.workers()}
-    return {name: nbytes for name, nbytes in read.items() if nbytes}
-
-
 def test_registered_segments_are_the_clusters(cluster: Cluster, names: Names, text: TextWriter) -> None:
     """Compiled by some worker, used by id on any, pinned and dropped wherever they are."""
     a, b, question = text.document(), text.document(), text.words(5)
-    one, other = names.register(a, b)
+    with drained(cluster, "w1", "w2"):
+        one, other = names.register(a, b)
     assert [(s["status"], s["hits"], s["pinned"]) for s in (one, other)] == [("ready", 0, False)] * 2
+    cluster.wait(lambda: cluster.workers()["w0"]["artifacts"] >= 2, "announced")
     assert names.register(a, method="seam")[0]["id"] == one["id"] and len(names.listed()) == 2
     by_id = cluster.ask(CHAT, chat(names.tenant, named(one), text.words(3), named(other), question))
     report = report_of(by_id)
@@ -191,23 +166,16 @@ def test_registered_segments_are_the_clusters(cluster: Cluster, names: Names, te
     assert names.get(one["id"])["hits"] == 1
 
     assert names.call("POST", f"{one['id']}/pin").body["pinned"]
-    holders = set(cluster.wait(lambda: pinned(cluster), "pinned where it is"))
-    link, *_ = sorted(cluster.workers().keys() - holders)  # the two segments were on two workers at most
-    rest = sorted(cluster.workers().keys() - {link})
+    assert cluster.wait(lambda: pinned(cluster), "pinned").keys() == {"w0"}, "where it is, and nowhere else"
     held = sum(w["artifacts"] for w in cluster.workers().values())
-    cluster.ask("/workers", {"drain": rest})
-    try:
+    with drained(cluster, "w0", "w2"):
         report = report_of(cluster.ask(CHAT, chat(names.tenant, named(one), question)))
-    finally:
-        cluster.ask("/workers", {"resume": rest})
-    assert report["router"]["worker"] == link and requests.outcomes(report) == ["hit_remote"]
-    cluster.wait(lambda: pinned(cluster).keys() == holders | {link}, "pinned where it went")
+    assert report["router"]["worker"] == "w1" and requests.outcomes(report) == ["hit_remote"]
+    cluster.wait(lambda: pinned(cluster).keys() == {"w0", "w1"}, "pinned where it went")
     found = names.get(one["id"])
     assert (found["pinned"], found["hits"]) == (True, 2)
     assert names.call("DELETE", one["id"]).status == 200 and not pinned(cluster)
-    cluster.wait(
-        lambda: sum(w["artifacts"] for w in cluster.workers().values()) == held - len(holders), "all are dropped"
-    )
+    cluster.wait(lambda: sum(w["artifacts"] for w in cluster.workers().values()) == held - 1, "both are dropped")
 
     stranger = f"{names.tenant}!"
     assert names.listed(stranger) == [] and names.call("GET", other["id"], stranger).status == 404
@@ -236,6 +204,34 @@ def test_methods_of_the_clients_choice(cluster: Cluster, names: Names, text: Tex
         names.post(document, method="legolink-0"),
     ):
         assert reply.status == 400 and "this server has seam, seam-24 (--hypic-methods)" in str(reply.body), reply
+
+
+def test_adapters_are_those_of_all_workers(cluster: Cluster, names: Names, write: Writer, adapter: Path) -> None:
+    """CASES 16: loaded and unloaded everywhere or nowhere. Their segments are compiled where they are linked, and counted: the
+    answer is that of one worker, and never made of the base model's artifacts."""
+    prompt = long_prompt(write)
+    base, before = cluster.ask(GENERATE, generate(prompt)), cluster.metrics()
+    reply = cluster.post("/load_lora_adapter", {"lora_name": "a", "lora_path": "/nowhere"})
+    assert reply.status == 400 and "w0: " in str(reply.body) and "w2: " in str(reply.body)
+    loaded = cluster.ask("/load_lora_adapter", {"lora_name": "a", "lora_path": str(adapter)})
+    assert loaded["success"] and list(loaded["loaded_adapters"]) == ["a"]
+    asked = generate(prompt, lora_path="a")
+    try:
+        answer = cluster.ask(GENERATE, asked)
+        assert [(s["outcome"], s["worker"]) for s in segments(answer["meta_info"])] == [("compiled", None)] * SEGMENTS
+        assert answer["output_ids"] != base["output_ids"]
+        for name in cluster.alive():
+            alone = cluster.worker(name).ask(GENERATE, asked)
+            assert {s["worker"] for s in segments(alone["meta_info"])} == {None}
+            assert "a" in {model["id"] for model in cluster.worker(name).http.get("/v1/models").json()["data"]}
+            same_answer(answer, alone)
+        (one,) = names.register(write.tokens(80), model="m:a", pin=True)
+        assert (one["status"], one["pinned"]) == ("ready", True)
+        assert cluster.metrics().since(before)["router_unshared_total{reason=adapter}"] == 2
+    finally:
+        assert cluster.ask("/unload_lora_adapter", {"lora_name": "a"})["success"]
+    for server in (cluster, *map(cluster.worker, cluster.alive())):
+        assert "a" not in {model["id"] for model in server.http.get("/v1/models").json()["data"]}, "unloaded"
 
 
 def test_what_the_endpoint_says_of_itself(cluster: Cluster, write: Writer) -> None:

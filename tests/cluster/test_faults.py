@@ -6,6 +6,7 @@ import json
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,8 +14,8 @@ import zmq
 
 from hypic.router import messages as m
 from tests.cases.driving import Writer
+from tests.cluster.asking import drained, generate, long_prompt, pinned, same_answer, segments
 from tests.cluster.launched import WORKERS, Cluster
-from tests.cluster.test_answers import generate, long_prompt, pinned, same_answer, segments
 from tests.server.naming import Names
 from tests.server.requests import REPORT, native
 from tests.server.serving import GENERATE, Reply
@@ -91,10 +92,11 @@ def test_a_client_leaves(cluster: Cluster, write: Writer) -> None:
     assert not any(name.startswith("router_retries") for name in cluster.metrics().since(before))
 
 
-def test_workers_and_the_router_die(cluster: Cluster, names: Names, write: Writer) -> None:
+def test_workers_and_the_router_die(cluster: Cluster, names: Names, write: Writer, adapter: Path) -> None:
     """CASES 23: kill -9 of a worker that compiles for another, of one that combines, before its first token and in the middle
     of a stream, and of the router. In the end all are back, and the audit of every worker is exact."""
     (kept,) = names.register(write.tokens(80), pin=True)
+    cluster.ask("/load_lora_adapter", {"lora_name": "a", "lora_path": str(adapter)})
     warm, other = (generate(long_prompt(write, n=6, length=800)) for _ in range(2))
     first = cluster.ask(GENERATE, warm)
     combine = first["meta_info"]["hypic"]["router"]["worker"]
@@ -157,11 +159,10 @@ def test_workers_and_the_router_die(cluster: Cluster, names: Names, write: Write
     assert sum(w["restarts"] for w in cluster.workers().values()) == 3
     used = {"input_ids": write.tokens(9), "extra_key": names.tenant, "sampling_params": native()}
     for name in cluster.alive():  # those that were started again, too
-        rest = sorted(cluster.workers().keys() - {name})
-        cluster.ask("/workers", {"drain": rest})
-        answer = cluster.ask(GENERATE, {**used, "hypic": {"insert": [[4, kept["id"]]], **REPORT}})
-        cluster.ask("/workers", {"resume": rest})
+        with drained(cluster, *(cluster.workers().keys() - {name})):
+            answer = cluster.ask(GENERATE, {**used, "hypic": {"insert": [[4, kept["id"]]], **REPORT}})
         assert answer["meta_info"]["hypic"]["router"]["worker"] == name
+        assert cluster.worker(name).post(GENERATE, {**used, "lora_path": "a"}).status == 200, "loaded again"
     cluster.wait(lambda: pinned(cluster).keys() == cluster.workers().keys(), "pinned everywhere, as everyone has it")
     held = {name: w["artifacts"] for name, w in cluster.workers().items()}
     cluster.kill_router()
@@ -172,3 +173,25 @@ def test_workers_and_the_router_die(cluster: Cluster, names: Names, write: Write
     answer = cluster.ask(GENERATE, warm)
     assert {s["outcome"] for s in segments(answer["meta_info"])} <= {"hit_device", "hit_remote", "hit_radix"}
     same_answer(first, answer)
+
+
+def test_new_weights_are_those_of_all_workers(
+    cluster: Cluster, names: Names, write: Writer, tiny_model: Callable[[str], Path]
+) -> None:
+    """All of them leave, and come back as another model that holds nothing; names stay. The last test: from here on a worker that
+    is started again is another model, as it has the weights of its launch."""
+    asked = generate(long_prompt(write, n=2, length=128))
+    (kept,) = names.register(write.tokens(80), pin=True)
+    first = cluster.ask(GENERATE, asked)
+    done = cluster.ask("/update_weights_from_disk", {"model_path": str(tiny_model("qwen35"))})
+    assert done["success"], done
+    cluster.wait(cluster.all_alive, "back with new weights")
+    assert not any(w["artifacts"] for w in cluster.workers().values())
+    again = cluster.ask(GENERATE, asked)
+    assert {s["outcome"] for s in segments(again["meta_info"])} <= {"compiled", "received"}
+    same_answer(first, again)
+    found = names.get(kept["id"])
+    assert (found["status"], found["pinned"]) == ("absent", True)
+    used = {"input_ids": write.tokens(9), "extra_key": names.tenant, "sampling_params": native()}
+    cluster.ask(GENERATE, {**used, "hypic": {"insert": [[4, kept["id"]]]}})
+    assert names.get(kept["id"])["status"] == "ready" and pinned(cluster)

@@ -5,13 +5,17 @@ SGLang's endpoints call these, so who may call them is decided where it always i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from sglang.srt.managers.io_struct import FlushCacheReqOutput, LoadLoRAAdapterReqInput, LoRAUpdateOutput
 
+from hypic.router.front.segments import RoutedSegments
 from hypic.router.front.workers import Workers
 from hypic.router.service import Router
+
+logger = logging.getLogger(__name__)
 
 
 class Everywhere:
@@ -19,6 +23,9 @@ class Everywhere:
 
     workers: Workers
     router: Router
+    server_args: Any
+    lora_registry: Any
+    hypic_segments: RoutedSegments
 
     def alive(self) -> Mapping[str, str]:
         """HTTP addresses of the workers by name."""
@@ -38,9 +45,39 @@ class Everywhere:
         else:
             answers = await self._ask("POST", "/unload_lora_adapter", {"lora_name": obj.lora_name})
         if failed := _failures(answers):
+            if isinstance(obj, LoadLoRAAdapterReqInput):  # nowhere, then: it may be tried again
+                some = {name: http for name, http in self.alive().items() if answers.get(name, (0,))[0] == 200}
+                await self.workers.ask_all(some, "POST", "/unload_lora_adapter", {"lora_name": obj.lora_name})
             return [LoRAUpdateOutput(success=False, error_message=failed)]
         loaded = next((a[1].get("loaded_adapters") for a in answers.values() if isinstance(a[1], dict)), None)
         return [LoRAUpdateOutput(success=True, loaded_adapters=loaded)]
+
+    async def _load_adapters(self, http: str) -> set[str]:
+        """Have a worker load those that were loaded while we served, if it has not. Returns their names."""
+        if not self.server_args.enable_lora:
+            return set()
+        given = {ref.lora_name for ref in self.server_args.lora_paths or ()}
+        later = {n: ref for n, ref in self.lora_registry.get_all_adapters().items() if n not in given}
+        if later:
+            _, models = (await self.workers.ask_all({"": http}, "GET", "/v1/models"))[""]
+            there = {model["id"] for model in models["data"]} if isinstance(models, dict) else set()
+            for name in later.keys() - there:
+                body = {"lora_name": name, "lora_path": later[name].lora_path, "pinned": bool(later[name].pinned)}
+                status, answer = (await self.workers.ask_all({"": http}, "POST", "/load_lora_adapter", body))[""]
+                if status != 200:
+                    logger.warning("the worker at %s did not load adapter %s: %s", http, name, answer)
+        return set(later)
+
+    async def reachable(self, http: str) -> bool:
+        """Whether a worker answers; then it has loaded all adapters, and knows the names of all segments."""
+        if not await self.workers.answers(http):
+            return False
+        loaded = None
+        while loaded != (now := await self._load_adapters(http)):
+            loaded = now
+            if not await self.hypic_segments.introduce(http):
+                return False
+        return True
 
     async def get_internal_state(self) -> list[dict[Any, Any]]:
         answers = await self._ask("GET", "/server_info")

@@ -79,11 +79,7 @@ class RouterManager(Everywhere, TokenizerManager):
         super().__init__(server_args, port_args)
         self.__dict__.pop("update_lora_adapter_communicator")  # ours instead of SGLang's, which awaits a scheduler
         self.hypic_segments = RoutedSegments(self, config)
-        router.reachable = self._reachable
-
-    async def _reachable(self, http: str) -> bool:
-        """A worker that answers and knows the names of all segments."""
-        return await self.workers.answers(http) and await self.hypic_segments.introduce(http)
+        router.reachable = self.reachable
 
     @property
     def running(self) -> int:
@@ -189,14 +185,11 @@ class RouterManager(Everywhere, TokenizerManager):
         """Give it to one worker and pass on what comes back."""
         flight.ticket = None
         plan = plan_of(flight.tokenized)
-        flight.ticket = ticket = await self.router.submit(
-            flight.rid,
-            self._prompts(flight, plan),
-            len(flight.tokenized.input_ids),
-            flight.combine,
-            flight.arrived,
-            beginning(flight.tokenized, plan, flight.state.obj.lora_path),
-        )
+        prompts = self._prompts(flight, plan)
+        combine = self.router.holder(prompts) if plan.name and prompts else flight.combine
+        begins = beginning(flight.tokenized, plan, flight.state.obj.lora_path)
+        total = len(flight.tokenized.input_ids)
+        flight.ticket = ticket = await self.router.submit(flight.rid, prompts, total, combine, flight.arrived, begins)
         self.metrics.forward.observe(time.monotonic() - flight.arrived)
         if logical is not None and logical in self.rid_to_state:
             self._together.setdefault(logical, ticket.worker)

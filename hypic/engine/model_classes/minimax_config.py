@@ -48,9 +48,8 @@ class MiniMaxM1Config(MiniMaxHybridConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         kinds, shared = kwargs.pop("attn_type_list", None), kwargs.get("shared_intermediate_size") or 0
-        postnorm = kwargs.pop(
-            "postnorm", kinds is None
-        )  # absent in a published config: false; in one that was read: true
+        # Absent in a published config: false. In one that was read and written again: true.
+        postnorm = kwargs.pop("postnorm", kinds is None)
         if not postnorm or any(shared if isinstance(shared, list) else [shared]):
             raise ValueError(f"{self.model_type} without postnorm, or with shared experts, is another model")
         if kinds is not None:
@@ -59,9 +58,8 @@ class MiniMaxM1Config(MiniMaxHybridConfig):
             setattr(self, _PUBLISHED[theirs], kwargs.pop(theirs))
         rotary, factor = kwargs.pop("rotary_dim", None), kwargs.pop("partial_rotary_factor", 1.0)
         super().__post_init__(**kwargs)
-        self.partial_rotary_factor = (
-            factor if rotary is None else rotary / self.head_dim
-        )  # as SGLang's attention reads it
+        # As SGLang's attention reads it.
+        self.partial_rotary_factor = factor if rotary is None else rotary / self.head_dim
 
 
 class MiniMaxText01Config(MiniMaxM1Config):

@@ -30,11 +30,8 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	@$(PY) -c 'import torch; torch.version.cuda and print("note: this torch is a CUDA build; for a smaller one: make clean setup TORCH_INDEX=https://download.pytorch.org/whl/cpu")'
 	touch $@
 
-# tests/platform compares with Hugging Face models in its own process; they give other answers in a process that has run
-# SGLang's HTTP server, so it gets a fresh one.
 test: setup
-	$(PY) -m pytest -n $(JOBS) --dist loadfile --ignore=tests/platform
-	$(PY) -m pytest tests/platform
+	$(PY) -m pytest -n $(JOBS) --dist loadfile
 
 lint: setup
 	$(VENV)/bin/ruff check .

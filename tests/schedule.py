@@ -19,8 +19,8 @@ SECONDS = {
     "tests/cases": 250,
     "tests/engine/test_selfcheck.py": 240,
     "tests/server": 150,
-    "tests/kernels/test_interpreted.py": 140,
-    "tests/engine/test_soak.py": 110,
+    "tests/kernels/test_interpreted.py": 130,
+    "tests/engine/test_soak.py": 87,
     "tests/cluster": 100,
     "tests/engine/test_mutations.py": 90,
     "tests/eval/test_served.py": 80,
@@ -30,8 +30,9 @@ SECONDS = {
     "tests/check/test_oracle.py": 40,
     "tests/http": 40,
     "tests/demo/test_demo.py": 40,
-    "tests/engine/test_refusals.py": 40,
-    "tests/engine/test_ordinary.py": 40,
+    "tests/engine/test_refusals.py": 90,
+    "tests/engine/test_ordinary.py": 65,
+    "tests/commands/test_doctor.py": 45,
     "tests/traces/test_replay.py": 25,
 }
 """CPU seconds of the longest files and of the shared folders, measured now and then: only their order matters."""

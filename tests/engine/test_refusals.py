@@ -140,19 +140,27 @@ def test_legolink_0_is_refused_for_hybrids(methods: str) -> None:
     check_methods(HypicConfig(methods="seam,seam-16"), hybrid=True)
 
 
-def test_a_hybrid_is_not_served_with_legolink_0(tiny_model: Callable[[str], Path]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "hypic", "serve", str(tiny_model("qwen35")), "--hypic-methods", "seam,legolink-0"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode != 0
-    assert "--hypic-methods legolink-0: for models whose layers are all full attention" in done.stderr
+def why_it_died(model: Path, folder: Path, config: HypicConfig, **flags: Any) -> str:
+    """What an engine that cannot start logs. Into a file: its standard error is that of the process it is forked from."""
+    file = {"class": "logging.FileHandler", "filename": str(folder / "log")}
+    logging = {"version": 1, "handlers": {"file": file}, "root": {"handlers": ["file"], "level": "ERROR"}}
+    (folder / "logging.json").write_text(json.dumps(logging | {"disable_existing_loggers": False}))
+    env = config.to_env() | {"SGLANG_LOGGING_CONFIG_PATH": str(folder / "logging.json")}
+    with pytest.raises(RuntimeError, match="died during initialization"):
+        running_engine(model, env=env, **flags).__enter__()
+    return (folder / "log").read_text()
+
+
+def test_a_hybrid_is_not_served_with_legolink_0(
+    tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    config = HypicConfig(enabled=True, methods="seam,legolink-0")
+    said = why_it_died(tiny_model("qwen35"), tmp_path_factory.mktemp("log"), config)
+    assert "--hypic-methods legolink-0: for models whose layers are all full attention" in said
 
 
 def test_windows_that_only_the_layers_know_are_refused(
-    tiny_model: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tiny_model: Callable[[str], Path], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """SGLang's Cohere2 tells its windows to the attention layers alone; the engine names model, reason and remedy."""
     import transformers
@@ -170,10 +178,9 @@ def test_windows_that_only_the_layers_know_are_refused(
     config.save_pretrained(tmp_path)
     for file in tiny_model("llama").glob("*token*"):
         (tmp_path / file.name).symlink_to(file)
-    with pytest.raises(RuntimeError, match="died during initialization"):
-        running_engine(tmp_path, env=HypicConfig(enabled=True).to_env(), load_format="dummy").__enter__()
-    said = f"hypic cannot serve {tmp_path} (Cohere2ForCausalLM): {SLIDING_WINDOWS}"
-    assert said in capfd.readouterr().err and "--hypic-off" in said
+    said = why_it_died(tmp_path, tmp_path_factory.mktemp("log"), HypicConfig(enabled=True), load_format="dummy")
+    assert f"hypic cannot serve {tmp_path} (Cohere2ForCausalLM): {SLIDING_WINDOWS}" in said
+    assert "--hypic-off" in SLIDING_WINDOWS
 
 
 # ---------------------------------------------------------------------- requests

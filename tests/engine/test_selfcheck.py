@@ -113,21 +113,19 @@ def test_a_model_that_is_not_there_fails_every_check(tmp_path: Path) -> None:
         assert entry["passed"] is False and "did not start" in entry["detail"]
 
 
-def test_an_engine_that_dies_fails_what_it_had_still_to_show(
+def test_what_an_engine_did_not_live_to_show_fails_and_p4_without_an_oracle_is_skipped_not_passed(
     tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def dies(session: Session, *_: Any) -> CheckResult:
         raise SessionError("it died")
 
-    monkeypatch.setattr(selfcheck, "check_p3", dies)
-    results = check_model("llama", tiny_model("llama"), Plan(checks=("P1", "P3", "P4")), lambda *_: None)
-    assert [(r.name, r.status) for r in results] == [("P1", "passed"), ("P3", "failed"), ("P4", "failed")]
-
-
-def test_p4_without_an_oracle_is_skipped_not_passed(
-    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    monkeypatch.setattr(selfcheck, "check_p6", dies)
     monkeypatch.setattr("hypic.check.judge._load_oracle", lambda model: (None, "too large"))
-    (result,) = check_model("llama", tiny_model("llama"), Plan(checks=("P4",)), lambda *_: None)
-    assert (result.status, result.passed, result.worst_error) == ("skipped", None, None)
-    assert "too large" in result.detail
+    plan = Plan(checks=("P1", "P4", "P5", "P6"), soak=4)
+    results = {r.name: r for r in check_model("llama", tiny_model("llama"), plan, lambda *_: None)}
+    assert {name: r.status for name, r in results.items()} == {
+        "P1": "passed", "P4": "skipped", "P5": "failed", "P6": "failed",
+    }  # fmt: skip
+    assert "it died" in results["P5"].detail and "it died" in results["P6"].detail
+    p4 = results["P4"]
+    assert (p4.passed, p4.worst_error) == (None, None) and "too large" in p4.detail

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -94,15 +94,20 @@ def test_interpreted_triton_attention_equals_transformers(
 
 
 def test_prefill_speed(engine_for: Callable[..., Any]) -> None:
-    """512 tokens of the tiny hybrid model take about 0.1 s; 0.3 s is promised."""
+    """512 tokens of the tiny hybrid model take about 0.1 s; 0.3 s is promised. Of CPU time: other tests run beside this one."""
     engine = engine_for("qwen3next", chunked_prefill_size=2048)
     one_token = GREEDY | {"max_new_tokens": 1}
+    processes = [psutil.Process(p.pid) for p in engine.tokenizer_manager._subprocess_watchdog._processes]
+
+    def used() -> float:
+        return sum(p.cpu_times().user + p.cpu_times().system for p in processes)
+
     seconds = []
     for seed in range(4):
-        start = time.perf_counter()
+        start = used()
         engine.generate(input_ids=prompt(512, seed), sampling_params=one_token)
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.3
+        seconds.append(used() - start)
+    assert 0.02 < min(seconds) < 0.3, seconds
 
 
 @pytest.mark.parametrize("name", ["qwen3next", "llama"])

@@ -17,10 +17,12 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
-import numpy as np
+
+if TYPE_CHECKING:  # the command line's help loads this module, and numpy takes it a tenth of a second
+    import numpy as np
 
 RESERVED_PREFIX = "hypic_"
 """Keys of ``custom_params`` that only the plugin may write."""
@@ -172,12 +174,18 @@ def reserved_keys(params: Mapping[str, Any] | None) -> set[str]:
     return {k for k in params or () if isinstance(k, str) and k.startswith(RESERVED_PREFIX)}
 
 
+def _bytes(tokens: Sequence[int] | np.ndarray) -> bytes:
+    import numpy as np
+
+    return np.asarray(tokens, dtype="<i8").tobytes()
+
+
 def span_id(tokens: Sequence[int] | np.ndarray) -> str:
     """Public name of a segment: 16 hex digits of a digest of its token ids, the same for every request and worker.
 
     It names content for people and metrics. It is not a key: keys also hold tenant, model, dtype and more.
     """
-    return hashlib.blake2b(np.asarray(tokens, dtype="<i8").tobytes(), digest_size=8).hexdigest()
+    return hashlib.blake2b(_bytes(tokens), digest_size=8).hexdigest()
 
 
 def segment_id(tenant: str, adapter: str, method: str, tokens: Sequence[int] | np.ndarray) -> str:
@@ -189,7 +197,7 @@ def segment_id(tenant: str, adapter: str, method: str, tokens: Sequence[int] | n
         tokens: its ids.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for part in (tenant.encode(), adapter.encode(), method.encode(), np.asarray(tokens, dtype="<i8").tobytes()):
+    for part in (tenant.encode(), adapter.encode(), method.encode(), _bytes(tokens)):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return SEGMENT_ID_PREFIX + digest.hexdigest()

@@ -68,6 +68,8 @@ class ModelFinding(msgspec.Struct, kw_only=True):
         families: layers that an artifact covers.
         transition_bytes, state_bytes, conv_bytes: T, S and conv windows of an artifact, whatever the segment's length.
         token_bytes: K and V of one interior token.
+        weight_bytes: of its weight files, on all ranks together; 0 where there are none in its folder, null where it
+            is no folder.
         arena_bytes: memory for artifacts on one rank; ``arena_source`` says where the figure is from.
         segments: sizes of artifacts.
     """
@@ -84,6 +86,7 @@ class ModelFinding(msgspec.Struct, kw_only=True):
     state_bytes: int = 0
     conv_bytes: int = 0
     token_bytes: int = 0
+    weight_bytes: int | None = None
     arena_bytes: int = 0
     arena_source: str = ""
     segments: list[SegmentSize] = []

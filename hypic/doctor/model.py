@@ -53,8 +53,9 @@ def examine(finding: ModelFinding, server_args: Any, config: HypicConfig, free: 
         finding.transition_bytes, finding.state_bytes = n * layout.t_layer, n * layout.s_layer
         finding.conv_bytes = n * layout.conv_layer
     finding.token_bytes = layout.kv_token_bytes
-    weights = _weight_bytes(Path(server_args.model_path)) // server_args.tp_size
-    finding.arena_bytes, finding.arena_source = _arena(config, free, weights, on_cpu)
+    finding.weight_bytes = _weight_bytes(Path(server_args.model_path))
+    ours = (finding.weight_bytes or 0) // server_args.tp_size
+    finding.arena_bytes, finding.arena_source = _arena(config, free, ours, on_cpu)
     for tokens in SEGMENT_TOKENS:
         nbytes = artifact_bytes(layout, model, server_args, config, tokens)
         fit = finding.arena_bytes // nbytes
@@ -197,6 +198,6 @@ def _arena(config: HypicConfig, free: int, weights: int, on_cpu: bool) -> tuple[
     return math.floor(max(free - weights, 0) * GPU_ARENA_SHARE), f"an estimate: {share}; --hypic-memory sets it"
 
 
-def _weight_bytes(folder: Path) -> int:
+def _weight_bytes(folder: Path) -> int | None:
     """Bytes of a local model's weight files; 0 where they are not there yet."""
-    return sum(f.stat().st_size for f in folder.glob("*.safetensors")) if folder.is_dir() else 0
+    return sum(f.stat().st_size for f in folder.glob("*.safetensors")) if folder.is_dir() else None

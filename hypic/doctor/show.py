@@ -63,6 +63,11 @@ def _flags(found: Findings, console: Console) -> None:
 def _model(model: ModelFinding, console: Console) -> None:
     known = "" if model.tested else "; not among the architectures of hypic's tests, the start-up self-check decides"
     table = _table(f"{model.path}: {model.architecture}, {model.dtype}, TP {model.tp_size}{known}", "", "")
+    if model.weight_bytes is not None:
+        there = f"{size(model.weight_bytes)} in all"
+        table.add_row(
+            "weights", there if model.weight_bytes else "no *.safetensors there; --load-format dummy needs none"
+        )
     for f in model.families:
         table.add_row(f.family, f"{f.layers} layers: {f.shape}")
     fixed = model.transition_bytes + model.state_bytes + model.conv_bytes

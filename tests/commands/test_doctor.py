@@ -67,6 +67,7 @@ def test_everything_fits_the_installed_sglang(config_only: Path) -> None:
     assert all(h["reason"] and h["problem"] is None for h in hooks)
     assert [r["flag"] for r in found["refused_flags"]] == [r.flag for r in REFUSALS]
     assert [f["family"] for f in found["model"]["families"]] == ["gated delta network", "full attention"]
+    assert found["model"]["weight_bytes"] == 0
 
 
 def test_broken_hook_fails_and_is_named() -> None:
@@ -197,6 +198,7 @@ def test_plan_follows_memory_and_ranks(tiny_model: Callable[[str], Path]) -> Non
     assert one.arena_bytes == two.arena_bytes == 64 << 20 and one.arena_source == "--hypic-memory"
     assert (two.transition_bytes, two.token_bytes) == (one.transition_bytes // 2, one.token_bytes // 2)
     assert two.segments[0].fit > one.segments[0].fit
+    assert one.weight_bytes == (tiny_model("qwen3next") / "model.safetensors").stat().st_size
 
 
 def test_refused_flags_are_named(tiny_model: Callable[[str], Path]) -> None:

@@ -16,6 +16,7 @@ from hypic.artifact.layout import ArtifactLayout, Header, encode_header, token_b
 from hypic.artifact.store import Artifact, ArtifactStore, Request
 from hypic.config import HypicConfig
 from hypic.engine import keys
+from hypic.engine.arrival import plan
 from hypic.engine.metrics import EngineMetrics
 from hypic.engine.named import NamedSegments
 from hypic.engine.reporting import settle_report
@@ -23,22 +24,12 @@ from hypic.engine.request import Compile, Link, LinkState, Segment, compile_of, 
 from hypic.method import Method, dummy_token, parse_methods
 from hypic.plan import mark_interiors
 from hypic.report import ELSEWHERE
-from hypic.segment import INTERNAL_RID_PREFIX, MalformedSpans, RequestSpans
+from hypic.segment import INTERNAL_RID_PREFIX
 
 if TYPE_CHECKING:
     from hypic.engine.cluster.sharing import Sharing
 
 logger = logging.getLogger(__name__)
-
-NATIVE_REASONS: tuple[tuple[str, Callable[[Any], bool]], ...] = (
-    ("input_embeds", lambda r: r.input_embeds is not None),
-    ("multimodal", lambda r: r.multimodal_inputs is not None),
-    ("embed_overrides", lambda r: r.positional_embed_overrides is not None),
-    ("session", lambda r: r.session is not None or r.session_id is not None),
-    ("routed_experts", lambda r: r.return_routed_experts or r.return_indexer_topk),
-    ("hidden_states", lambda r: bool(r.return_hidden_states)),
-)
-"""Requests that SGLang must serve alone: what they return or take is defined token by token over the whole prompt."""
 
 
 class LinkManager:
@@ -89,7 +80,7 @@ class LinkManager:
 
     def enqueue(self, add: Callable[..., None], req: Any, **kwargs: Any) -> None:
         """Queue a request; a linked one brings its compile requests along, in front of it."""
-        link = self._plan(req)
+        link = plan(self, req)
         if link is not None and link.compile_only:
             self.named.learn(link.spans.name, link.spans.salt, req.lora_id or "", req.origin_input_ids, link.method)
             if not link.linked:
@@ -104,52 +95,6 @@ class LinkManager:
             return
         self._waiting[id(req)] = req
         self.resolve(req)
-
-    def _plan(self, req: Any) -> Link | None:
-        """The request's Link; made on first sight from what the frontend wrote into `custom_params`."""
-        if hasattr(req, "hypic"):
-            return link_of(req)
-        req.hypic = None
-        try:
-            spans = RequestSpans.from_params(req.sampling_params.custom_params, len(req.origin_input_ids))
-            if spans is not None and spans.method and spans.method not in self.methods:
-                raise MalformedSpans(f"custom_params: no method {spans.method!r} here")
-        except MalformedSpans as e:
-            if req.finished_reason is None and req.to_finish is None:
-                logger.warning("request %s served natively: %s", req.rid, e)
-                self.metrics.fallback("malformed")
-            return None
-        if spans is None or req.finished_reason is not None or req.to_finish is not None:
-            return None
-        adapter, method = req.lora_id or "", self.methods[spans.method or self.default.name]
-        segments = []
-        for start, end in spans.cached:
-            tokens = req.origin_input_ids[start:end]
-            segments.append(Segment(start, end, tokens, self.key(spans.salt, adapter, tokens, method)))
-        link = Link(spans, segments, method, self)
-        self._settle(link, req)
-        if link.linked:
-            req.extra_key = keys.link_namespace(req.extra_key, spans.salt, method.seam_window, method.kind)
-        req.hypic = link
-        return link
-
-    def _settle(self, link: Link, req: Any) -> None:
-        """Segments that no artifact can serve become plain, with the reason."""
-        native = self.off or next((name for name, applies in NATIVE_REASONS if applies(req)), None)
-        if (
-            native is None
-            and req.return_logprob
-            and 0 <= req.logprob_start_len < max((s.end for s in link.segments), default=0)
-        ):
-            native = "input_logprobs"
-        total = len(req.origin_input_ids)
-        for s in link.segments:
-            if native is not None:
-                s.make_plain("declined", native)
-            elif s.end == total and not link.compile_only:
-                s.make_plain("declined", "prompt_end")
-            elif not self.config.force_link and (s.length <= link.seam_window or s.length < self.config.min_segment):
-                s.make_plain("too_short")
 
     # ------------------------------------------------------------------ artifacts for a request
 

@@ -9,7 +9,7 @@ import pytest
 
 from hypic.check.coverage import table
 from hypic.config import HypicConfig
-from hypic.engine.manager import NATIVE_REASONS
+from hypic.engine.arrival import NATIVE_REASONS
 from hypic.engine.metrics import EngineMetrics
 from hypic.engine.support import REFUSALS
 from hypic.segment import DECLINE_REASONS
@@ -53,7 +53,10 @@ def test_metrics_are_documented() -> None:
 
 
 def test_reasons_are_documented() -> None:
-    scheduler = re.findall(r'(?:"declined"|, req), "(\w+)"\)', (ROOT / "hypic" / "engine" / "manager.py").read_text())
+    scheduler = re.findall(
+        r'(?:"declined"|, req), "(\w+)"\)',
+        "".join((ROOT / "hypic" / "engine" / name).read_text() for name in ("arrival.py", "manager.py")),
+    )
     assert {"prompt_end", "arena_full", "compile_failed"} <= set(scheduler)
     reasons = {*DECLINE_REASONS, *scheduler, *(name for name, _ in NATIVE_REASONS)}
     assert [reason for reason in sorted(reasons) if f"`{reason}`" not in OPERATIONS] == []

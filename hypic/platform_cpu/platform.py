@@ -7,6 +7,7 @@ from typing import Any
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
+from torch.profiler import ProfilerActivity
 
 from .hooks import TABLE
 
@@ -56,6 +57,12 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def get_compile_backend(self, mode: str | None = None) -> str:
         return "eager"
+
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> ProfilerActivity:
+        return ProfilerActivity.CPU
 
     def is_pin_memory_available(self, device: Any = None) -> bool:
         return False

@@ -18,7 +18,7 @@ from tests.cluster.asking import drained, generate, long_prompt, pinned, same_an
 from tests.cluster.launched import WORKERS, Cluster
 from tests.server.naming import Names
 from tests.server.requests import REPORT, native
-from tests.server.serving import GENERATE, Reply
+from tests.server.serving import CHAT, GENERATE, Reply
 
 RESTART = 240.0
 """Seconds for processes to come up again on a busy machine."""
@@ -40,6 +40,28 @@ class Call(threading.Thread):
         self.join()
         assert self.reply is not None and self.reply.status == 200, self.reply
         return self.reply.body
+
+
+class Stream(threading.Thread):
+    """An answer under way."""
+
+    def __init__(self, cluster: Cluster, path: str, body: dict[str, Any]) -> None:
+        super().__init__()
+        self._url, self._body = cluster.url + path, body
+        self.lines: list[str] = []
+        self.start()
+
+    def run(self) -> None:
+        with httpx.stream("POST", self._url, json=self._body, timeout=60) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: "):
+                    self.lines.append(line.removeprefix("data: "))
+
+    def end(self) -> Any:
+        """What comes before "[DONE]"."""
+        self.join()
+        assert self.lines[-1] == "[DONE]"
+        return json.loads(self.lines[-2])
 
 
 def test_strangers_on_the_control_socket(cluster: Cluster, write: Writer) -> None:
@@ -143,16 +165,25 @@ def test_workers_and_the_router_die(cluster: Cluster, names: Names, write: Write
     cluster.wait(lambda: len(cluster.alive()) >= 2, "back", RESTART)
     body = {**other, "stream": True}
     body["sampling_params"] = {"temperature": 0, "max_new_tokens": 8000, "ignore_eos": True}
-    lines: list[str] = []
-    with httpx.stream("POST", cluster.url + GENERATE, json=body, timeout=60) as response:
-        for line in response.iter_lines():
-            if line.startswith("data: "):
-                lines.append(line.removeprefix("data: "))
-            if len(lines) == 1:
-                cluster.signal(cluster.last_request()["combine"], signal.SIGKILL)
-    reason = json.loads(lines[-2])["meta_info"]["finish_reason"]
-    assert lines[-1] == "[DONE]" and reason["type"] == "abort" and reason["status_code"] == 500
-    assert "was lost after" in reason["message"]
+    messages = [{"role": "user", "content": "Go on."}]
+    chat = {
+        "model": "m",
+        "messages": messages,
+        "stream": True,
+        "max_tokens": 8000,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
+    last, *others = cluster.alive()
+    with drained(cluster, *others):
+        streams = [Stream(cluster, GENERATE, body), Stream(cluster, CHAT, chat)]
+        cluster.wait(lambda: all(s.lines for s in streams), "streaming")
+        cluster.signal(last, signal.SIGKILL)
+        ends = [s.end() for s in streams]
+    reason, error = ends[0]["meta_info"]["finish_reason"], ends[1]["error"]
+    assert (reason["type"], reason["status_code"], error["code"]) == ("abort", 500, 500)
+    for message in (reason["message"], error["message"]):
+        assert f"worker {last} was lost after" in message
 
     # The router: its clients see an error, the workers stay, and come back to the new one with all that they hold.
     cluster.wait(lambda: len(cluster.alive()) == WORKERS, "all back", RESTART)

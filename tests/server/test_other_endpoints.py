@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,3 +78,11 @@ def test_tokens_are_counted_without_marks(server: Server, text: TextWriter) -> N
         for sent in (plain, marked("/v1/messages", plain, MARK))
     ]
     assert counts[0] == counts[1] and counts[0]["input_tokens"] > 64
+
+
+def test_profiles(server: Server, text: TextWriter, tmp_path: Path) -> None:
+    for path in ("/start_profile", "/stop_profile"):
+        done = server.http.post(path, json={"output_dir": str(tmp_path), "activities": ["CPU"]})
+        assert done.status_code == 200, done.text
+        server.ask("/v1/completions", {"model": "m", "prompt": text.words(5), "max_tokens": 1})
+    assert any(f.stat().st_size for f in tmp_path.rglob("*.trace.json.gz"))

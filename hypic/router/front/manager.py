@@ -13,6 +13,8 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
+from http import HTTPStatus
 from typing import Any
 
 import aiohttp
@@ -139,6 +141,9 @@ class RouterManager(Everywhere, TokenizerManager):
         status = reason.get("status_code")
         if not is_stream and reason.get("router") and status not in (None, 400, 500, 503):
             raise fastapi.HTTPException(status, reason["message"])
+        if isinstance(status, int):  # what came as JSON is what the OpenAI endpoints know an error of the engine by
+            with suppress(ValueError):
+                reason["status_code"] = HTTPStatus(status)
         return await super()._handle_abort_finish_reason(out, state, is_stream)
 
     def _remove_req_state(self, rid: str, lifecycle_id: object | None = None) -> Any:

@@ -98,6 +98,20 @@ def test_bad_registrations_say_what_is_wrong(server: Server, body: dict[str, Any
     assert reply.status == 400 and says in reply.body["message"], reply
 
 
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        (r'{"segments": [{"text": "a"}, {"text": "b \ud800"}]}', "segments[1].text: character 2 is a lone surrogate"),
+        (r'{"segments": [{"text": "a"}], "cache_salt": "\udfff"}', "surrogates not allowed"),
+        (r'{"segments": [{"text": "a"}], "\udfff": 1}', "unicode"),
+    ],
+)
+def test_text_that_no_tokenizer_takes(server: Server, raw: str, says: str) -> None:
+    """A lone surrogate, as JSON can hold one."""
+    response = server.http.post(SEGMENTS, content=raw, headers={"content-type": "application/json"})
+    assert response.status_code == 400 and says in response.json()["message"], response.text
+
+
 def test_memory_for_tokens_is_bounded(server: Server, names: Names, write: Writer) -> None:
     """What does not fit is refused as a whole; what is there stays, and makes room when it is deleted."""
     per_segment = 1024 + 12 * 64

@@ -152,7 +152,10 @@ async def register(body: RegisterSegments, held: Held, request: Request) -> Segm
     adapter = handler._resolve_lora_path(body.model, None) if body.model else None
     async with _answered():
         method = Options(method=body.method).method_of(held.methods)
-        contents = [held.contents(c.input_ids or [] if c.text is None else c.text) for c in body.segments]
+        contents = [
+            held.contents(c.input_ids or [] if c.text is None else c.text, f"segments[{i}]")
+            for i, c in enumerate(body.segments)
+        ]
         views = await held.register(
             contents,
             tenant=body.cache_salt or "",

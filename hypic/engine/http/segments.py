@@ -51,15 +51,19 @@ class Segments:
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def contents(self, content: str | list[int]) -> array[int]:
-        """Token ids of a segment; of a text by itself, as where a prompt marks it. Raises BadRequest."""
+    def contents(self, content: str | list[int], where: str) -> array[int]:
+        """Token ids of a segment; of a text by itself, as where a prompt marks it. Raises BadRequest, which says ``where``."""
         if not isinstance(content, str):
             vocab = self._manager.model_config.vocab_size
             if not all(0 <= i < vocab for i in content):
-                raise BadRequest(f"input_ids: must be at least 0 and less than {vocab}")
+                raise BadRequest(f"{where}.input_ids: must be at least 0 and less than {vocab}")
             return array("i", content)
         if self._manager.tokenizer is None:
-            raise BadRequest("text: this server has no tokenizer (--skip-tokenizer-init); send input_ids")
+            raise BadRequest(f"{where}.text: this server has no tokenizer (--skip-tokenizer-init); send input_ids")
+        try:
+            content.encode()
+        except UnicodeEncodeError as e:  # JSON can hold it; tokenizers raise errors that do not say so
+            raise BadRequest(f"{where}.text: character {e.start} is a lone surrogate; send Unicode text") from None
         return array("i", SegmentTokenizer(self._manager.tokenizer, 0).plain_ids(content))
 
     def use(self, tenant: str, name: str) -> array[int]:

@@ -249,10 +249,14 @@ def place(
         prefix: digests of the prompt's blocks (:mod:`hypic.router.prefixes`).
 
     Raises:
-        NoWorkers: none is alive.
+        NoWorkers: none is alive, or all are drained.
     """
     if not cluster.available():
-        raise NoWorkers("every worker is drained" if cluster.workers else "no worker is alive")
+        raise NoWorkers(
+            "all workers are drained; resume one by POST /workers"
+            if cluster.workers
+            else "no worker is alive; GET /workers shows what the router knows"
+        )
     distinct = {s.key: s for s in segments}
     if combine not in cluster.workers:
         combine = _combine_worker(cluster, list(distinct.values()), prefix)

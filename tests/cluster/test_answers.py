@@ -263,8 +263,8 @@ def test_what_the_endpoint_says_of_itself(cluster: Cluster, write: Writer) -> No
 
 
 def test_workers_are_drained_and_had_back(cluster: Cluster, write: Writer, text: TextWriter) -> None:
-    """Two are drained: the third does all alone. Unknown names and words change nothing. The next turn of a chat comes back to it
-    when there are others again."""
+    """Two are drained: the third does all alone. Unknown names and words change nothing. With the third drained, too, nobody
+    answers. The next turn of a chat comes back to it when there are others again."""
     turns = [{"role": "user", "content": text.words(150)}]
     chat = {"model": "m", "temperature": 0, "max_tokens": 4, "ignore_eos": True, "hypic": {"report": True}}
     reply = cluster.post("/workers", {"drain": ["w0", "w2"], "policy": "round_robin"})
@@ -278,13 +278,19 @@ def test_workers_are_drained_and_had_back(cluster: Cluster, write: Writer, text:
             ({"drain": ["w1", "w9"]}, "no worker w9 is alive; there are w0, w1, w2"),
             ({"policy": "fifo"}, "Invalid enum value 'fifo'"),
             ({"drian": ["w1"]}, "unknown field `drian`"),
+            ({"drain": ["w1"], "resume": ["w0", "w1"]}, "drain and resume both name w1"),
         ):
             reply = cluster.post("/workers", wrong)
             assert reply.status == 400 and says in reply.body["error"]["message"]
         assert cluster.alive() == ["w1"]
+        assert cluster.http.get("/health").json() == {"workers": 1}
         said = cluster.ask(CHAT, {**chat, "messages": turns})["choices"][0]["message"]["content"]
+        cluster.ask("/workers", {"drain": ["w1"]})
+        health, reply = cluster.http.get("/health"), cluster.post(CHAT, {**chat, "messages": turns})
+        assert (health.status_code, health.json()) == (503, {"workers": 0})
+        assert reply.status == 503 and "all workers are drained; resume one" in str(reply.body), reply
     finally:
-        cluster.ask("/workers", {"resume": ["w0", "w2"], "policy": "lpt"})
+        cluster.ask("/workers", {"resume": ["w0", "w1", "w2"], "policy": "lpt"})
     prompt = long_prompt(write)
     assert ask(cluster.url, list(prompt.ids), [list(s) for s in prompt.segments]).workers > 1
     turns += [{"role": "assistant", "content": said}, {"role": "user", "content": text.words(5)}]

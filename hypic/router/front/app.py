@@ -48,7 +48,9 @@ class Change(msgspec.Struct, forbid_unknown_fields=True):
     policy: Policy | None = None
 
     def apply(self, coordinator: Coordinator) -> None:
-        """All of it, or nothing. Raises ValueError: a worker is not alive."""
+        """All of it, or nothing. Raises ValueError: a worker is not alive, or named for both."""
+        if both := sorted({*self.drain} & {*self.resume}):
+            raise ValueError(f"drain and resume both name {', '.join(both)}; name a worker once")
         known = coordinator.cluster.workers
         if missing := sorted({*self.drain, *self.resume} - known.keys()):
             raise ValueError(f"no worker {', '.join(missing)} is alive; there are {', '.join(sorted(known)) or 'none'}")
@@ -92,8 +94,8 @@ def extend(app: Any, manager: RouterManager, status_file: Path | None) -> None:
     """
 
     async def health(_: Request) -> Response:
-        alive = manager.alive()
-        return JSONResponse({"workers": len(alive)}, 200 if alive else 503)
+        able = manager.router.coordinator.cluster.available()
+        return JSONResponse({"workers": len(able)}, 200 if able else 503)
 
     async def metrics(_: Request) -> Response:
         return Response(manager.metrics.text(), media_type="text/plain; version=0.0.4")

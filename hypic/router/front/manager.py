@@ -174,8 +174,8 @@ class RouterManager(Everywhere, TokenizerManager):
                     self.retries += 1
                     assembly.start_over()
             raise WorkerError(503, f"{TRIES} workers were lost one after the other")
-        except NoWorkers:
-            self._fail(flight, WorkerError(503, "no worker is alive; GET /workers shows what the router knows"))
+        except NoWorkers as e:
+            self._fail(flight, WorkerError(503, str(e)))
         except WorkerError as e:
             self._fail(flight, e)
         except asyncio.CancelledError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -79,7 +80,12 @@ def test_what_cannot_be_cached_has_an_id_and_a_reason(server: Server, names: Nam
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ({"segments": []}, "at least 1"),
+        ({"segments": []}, "segments: List should have at least 1"),
+        ({"segments": [{"text": "a"}] * 1025}, "segments: List should have at most 1024"),
+        (
+            {"segments": [{"input_ids": ["leak"] * 9}]},
+            "segments[0].input_ids[2]: Input should be a valid integer; and 6 more",
+        ),
         ({"segments": [{}]}, "either text or input_ids"),
         ({"segments": [{"text": "a", "input_ids": [1]}]}, "either text or input_ids"),
         ({"segments": [{"text": "a", "tokens": 1}]}, "Extra inputs"),
@@ -94,8 +100,10 @@ def test_what_cannot_be_cached_has_an_id_and_a_reason(server: Server, names: Nam
     ],
 )
 def test_bad_registrations_say_what_is_wrong(server: Server, body: dict[str, Any], says: str) -> None:
+    """And no more: neither what was sent nor files of the server."""
     reply = server.post(SEGMENTS, body)
     assert reply.status == 400 and says in reply.body["message"], reply
+    assert len(reply.body["message"]) < 250 and not re.search("leak|[.]py", reply.body["message"])
 
 
 @pytest.mark.parametrize(

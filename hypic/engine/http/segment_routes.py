@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request
+from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hypic.engine.http import from_router
@@ -20,6 +22,8 @@ from hypic.segment import span_id
 DEFAULT_TTL = 3600.0
 MOST = 1024
 """Segments of one request, and of one page of the list."""
+_NAMED = 3
+"""Faults of one request that are named."""
 
 
 class SegmentContent(BaseModel):
@@ -130,6 +134,37 @@ async def _answered() -> AsyncIterator[None]:
         raise HTTPException(getattr(e, "status_code", 400), str(e)) from None
 
 
+class _Route(APIRoute):
+    """Says what is wrong with a request; SGLang's own handler repeats all that was sent, and names files of the server."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except RequestValidationError as e:
+                raise HTTPException(400, _faults(e.errors())) from None
+
+        return answer
+
+
+def _faults(errors: Sequence[Any]) -> str:
+    """Where and why, of the first few."""
+    said = [f"{_place(*e['loc'])}: {e['msg'].removeprefix('Value error, ')}" for e in errors[:_NAMED]]
+    if len(errors) > _NAMED:
+        said.append(f"and {len(errors) - _NAMED} more")
+    return (
+        "; ".join(said).encode(errors="backslashreplace").decode()
+    )  # a place may be a key of the client's, no Unicode
+
+
+def _place(part: str, *inner: str | int) -> str:
+    """``("body", "segments", 0, "text")`` -> ``segments[0].text``"""
+    path = "".join(f"[{i}]" if isinstance(i, int) else f".{i:.40}" for i in inner)
+    return path.removeprefix(".") if path.startswith(".") else f"{part}{path}"
+
+
 _NO_SUCH: dict[int | str, dict[str, Any]] = {
     404: {"model": Problem, "description": "Unknown, expired, deleted, or another tenant's."}
 }
@@ -139,7 +174,7 @@ _NO_ROOM: dict[int | str, dict[str, Any]] = {
 Held = Annotated[Segments, Depends(_segments)]
 Tenant = Annotated[str, Depends(_tenant)]
 
-router = APIRouter(prefix="/v1/segments", tags=["segments"])
+router = APIRouter(prefix="/v1/segments", tags=["segments"], route_class=_Route)
 
 
 @router.post("", responses={400: {"model": Problem}, **_NO_ROOM})

@@ -62,7 +62,7 @@ class ModelFinding(msgspec.Struct, kw_only=True):
     Attributes:
         path: as given.
         architecture: from its config; null where that could not be read.
-        problems: why it cannot be served with hypic; empty if it can.
+        problems: why it cannot be served with hypic, or in vain; empty if it can.
         tested: hypic's own tests cover the architecture. Else the start-up self-check alone decides.
         dtype, tp_size, seam_window: what sizes depend on.
         families: layers that an artifact covers.

@@ -60,6 +60,13 @@ def examine(finding: ModelFinding, server_args: Any, config: HypicConfig, free: 
         nbytes = artifact_bytes(layout, model, server_args, config, tokens)
         fit = finding.arena_bytes // nbytes
         finding.segments.append(SegmentSize(tokens=tokens, bytes=nbytes, fit=fit))
+    least = max(config.min_segment, config.seam_window + 1)
+    if (needed := artifact_bytes(layout, model, server_args, config, least)) > finding.arena_bytes:
+        mib = math.ceil(needed / 2**20)
+        finding.problems.append(
+            f"the arena does not hold a single segment, so nothing would be cached; raise --hypic-memory: one of {least} tokens, "
+            f"the shortest, needs {mib}MiB"
+        )
 
 
 def _tested() -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -199,6 +200,17 @@ def test_plan_follows_memory_and_ranks(tiny_model: Callable[[str], Path]) -> Non
     assert (two.transition_bytes, two.token_bytes) == (one.transition_bytes // 2, one.token_bytes // 2)
     assert two.segments[0].fit > one.segments[0].fit
     assert one.weight_bytes == (tiny_model("qwen3next") / "model.safetensors").stat().st_size
+
+
+def test_an_arena_that_holds_no_segment_is_a_problem() -> None:
+    """It says what would hold one; a MiB less does not."""
+    shape = SHAPES / "qwen3.5-35b-a3b", "--dtype", "bfloat16"
+    (problem,) = examine(*shape, memory=1 << 20).problems
+    found = re.search("raise --hypic-memory: one of 64 tokens, the shortest, needs ([0-9]+)MiB", problem)
+    assert found is not None, problem
+    enough = int(found[1]) << 20
+    assert examine(*shape, memory=enough).problems == []
+    assert examine(*shape, memory=enough - (1 << 20)).problems == [problem]
 
 
 def test_refused_flags_are_named(tiny_model: Callable[[str], Path]) -> None:

@@ -33,6 +33,7 @@ def top(
     console = Console()
     if not console.is_terminal:  # a file or a pipe has no width to keep to
         console.width = max(console.width, _WIDTH)
+    url = url if "://" in url else f"http://{url}"
     first = _look(url, api_key)
     if plot_to is not None:
         _plot(first, rid, plot_to)

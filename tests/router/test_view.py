@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import http.server
+import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +87,33 @@ def test_what_is_shown(tmp_path: Path) -> None:
 )
 def test_sizes(nbytes: int, text: str) -> None:
     assert size(nbytes) == text
+
+
+class Endpoint(http.server.BaseHTTPRequestHandler):
+    """Of a cluster without workers."""
+
+    def do_GET(self) -> None:
+        body = json.dumps(
+            {"workers": [], "policy": "lpt", "costs": {"transfer_gb_s": 1.5, "message_s": 0.002}, "requests": []}
+        )
+        self.send_response(200 if self.path == "/workers" else 404)
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_: Any) -> None:
+        return
+
+
+def test_an_address_without_a_scheme() -> None:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        for scheme in ("http://", ""):
+            result = CliRunner().invoke(app, ["top", f"{scheme}localhost:{server.server_port}", "--once"])
+            assert result.exit_code == 0 and "0 of 0 workers alive" in result.output, result.output
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def test_nobody_there() -> None:

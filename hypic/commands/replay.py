@@ -273,6 +273,8 @@ def _without_model(
         source = read(file, "hypic")
     try:
         found = summarise(source, warmup=warmup, capacity=space, min_segment=config.min_segment)
+    except TraceError:  # names its file
+        raise
     except ValueError as e:
         raise typer.BadParameter(f"{name}: {e}") from None
     if as_json:

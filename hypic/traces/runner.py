@@ -53,7 +53,7 @@ def new_result(
 ) -> ReplayResult:
     """A result without engines. Raises ReplayError: the trace is shorter than its warm-up."""
     if len(requests) <= plan.warmup:
-        raise ReplayError(f"{trace}: {len(requests)} requests, and the warm-up alone takes {plan.warmup}")
+        raise ReplayError(f"{trace}: {len(requests)} requests, and the warm-up alone takes {plan.warmup} (--warmup)")
     encoder = msgspec.json.Encoder()
     digest = hashlib.blake2b(encoder.encode([requests, plan]), digest_size=8).hexdigest()
     found = summarise(requests, warmup=plan.warmup, capacity=capacity, min_segment=min_segment)

@@ -73,8 +73,9 @@ def summarise(
     store = _Store(capacity)
     inputs, outputs, counts, times = [], [], [], []
     reused_prefix = reused = reused_kept = hits = kept_hits = marked = later = 0
-    for number, request in enumerate(requests):
-        counting = number >= warmup
+    number = 0
+    for number, request in enumerate(requests, 1):
+        counting = number > warmup
         prefix = min(_prefix(request, prefixes), request.input_length - 1)
         own = [s for s in request.segments if not s.plain and s.len >= min_segment]
         had = kept = end = 0
@@ -104,7 +105,7 @@ def summarise(
         reused += min(prefix + had, request.input_length - 1)
         reused_kept += min(prefix + kept, request.input_length - 1)
     if not inputs:
-        raise ValueError(f"no request behind a warm-up of {warmup}")
+        raise ValueError(f"{number} requests, and the warm-up alone takes {warmup} (--warmup)")
     total, seconds = sum(inputs), (times[-1] - times[0]) / 1e3
     return Summary(
         requests=len(inputs),

@@ -24,6 +24,7 @@ from tests.traces.test_generate import TINY, TRACES
 from tests.traces.test_session import session
 
 SPEC = str(TRACES / "tiny.toml")
+SAMPLE = TRACES / "sample.jsonl"
 
 
 def replay(*args: str) -> Any:
@@ -50,6 +51,7 @@ def test_a_trace_is_made_and_summed_up(tmp_path: Path) -> None:
         ((), "give --trace FILE or --generate SPEC"),
         (("--trace", "nowhere.jsonl"), "nowhere.jsonl: No such file"),
         (("--trace", "x", "--format", "csv"), "known are auto, hypic"),
+        (("--trace", str(SAMPLE)), "20 requests, and the warm-up alone takes 100 (--warmup)"),
         (("--generate", "nowhere.toml"), "nowhere.toml: No such file"),
         (("--generate", SPEC, "--capacity", "much"), "--capacity"),
         (("--generate", SPEC, "--warmup", "0", "nowhere", "--engines", "vllm"), "known are hypic, prefix, none"),
@@ -63,6 +65,16 @@ def test_a_trace_is_made_and_summed_up(tmp_path: Path) -> None:
 def test_what_cannot_be_done_is_said(args: tuple[str, ...], said: str) -> None:
     done = replay(*args)
     assert done.exit_code == 2 and said in " ".join(done.output.replace("│", " ").split())
+
+
+def test_a_bad_line_is_named_once(tmp_path: Path) -> None:
+    """With a model and without."""
+    file = tmp_path / "t.jsonl"
+    file.write_text(SAMPLE.read_text().splitlines()[0] + "\n{}\n")
+    for model in ((), ("--url", "http://x")):
+        done = replay("--trace", str(file), *model)
+        said = "".join(done.output.replace("│", " ").split())
+        assert done.exit_code == 2 and said.count("t.jsonl") == 1 and "t.jsonl:2:" in said, done.output
 
 
 def test_a_warm_up_longer_than_the_trace() -> None:

@@ -85,8 +85,10 @@ def test_a_header_ends_the_prefix_cache_and_not_ours() -> None:
 
 
 def test_nothing_behind_the_warm_up() -> None:
-    with pytest.raises(ValueError, match="warm-up of 3"):
+    with pytest.raises(ValueError, match=r"1 requests, and the warm-up alone takes 3 \(--warmup\)"):
         summarise([request(("a", 100))], warmup=3)
+    with pytest.raises(ValueError, match="0 requests"):
+        summarise([])
 
 
 def test_the_table_of_the_readme_is_what_the_spec_gives() -> None:

@@ -105,7 +105,10 @@ def _model(argv: list[str], path: str, config: HypicConfig, found: Findings, cpu
     model = ModelFinding(path=path)
     assert found.platform is not None
     try:
-        server_args = read_server_args(argv)
+        try:
+            server_args = read_server_args(argv)
+        except Unsupported as error:  # examined all the same: there is more to say than why
+            server_args = error.server_args
         examine_model(model, server_args, config, found.platform.memory_free, cpu)
     except Unsupported as error:
         model.problems.append(str(error))

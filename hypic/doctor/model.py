@@ -1,6 +1,6 @@
 """A model by its config: can hypic serve it, how large are its artifacts, how many fit. Loads no weights.
 
-The rules are those of ``engine.model`` and ``engine.relocation``, which read the loaded model and have the last word.
+What is served is decided as by the server (``engine.objections``).
 """
 
 from __future__ import annotations
@@ -14,14 +14,11 @@ from hypic.artifact.arena import align
 from hypic.artifact.layout import ArtifactLayout, FullShape, Header, encode_header, token_bytes
 from hypic.config import HypicConfig, artifact_state_dtype
 from hypic.doctor.findings import LayerFamily, ModelFinding, SegmentSize
-from hypic.engine.families import family, family_of_config, known_families
-from hypic.engine.latent import backend_problem
-from hypic.engine.support import SLIDING_WINDOWS, check_methods, check_server_args
+from hypic.engine.families import family, family_of_config
+from hypic.engine.objections import doubts, refusals
+from hypic.engine.support import REMEDY, check_methods, check_server_args
 
 SEGMENT_TOKENS = (512, 2048, 8192)
-
-_ROPE_BY_LENGTH = ("longrope", "dynamic", "su")
-"""Kinds of RoPE whose angles depend on the length of the sequence."""
 
 
 def examine(finding: ModelFinding, server_args: Any, config: HypicConfig, free: int, on_cpu: bool) -> None:
@@ -42,7 +39,7 @@ def examine(finding: ModelFinding, server_args: Any, config: HypicConfig, free: 
     finding.architecture, finding.dtype = architecture, str(model.dtype).removeprefix("torch.")
     finding.tp_size, finding.seam_window = server_args.tp_size, config.seam_window
     finding.tested = architecture in _tested()
-    finding.problems += _objections(model, server_args)
+    finding.problems += [f"{reason}; {REMEDY}" for reason in refusals(model, server_args)] + doubts(model)
     if finding.problems:
         return
     layout = read_layout(model, server_args, config.state_dtype)
@@ -73,61 +70,6 @@ def _tested() -> tuple[str, ...]:
     from hypic.check.coverage import COVERAGE
 
     return tuple(c.architecture for c in COVERAGE)
-
-
-def _objections(model: Any, server_args: Any) -> list[str]:
-    """Why the model cannot be linked, as far as its config tells."""
-    from sglang.srt.configs.model_config import AttentionArch, is_deepseek_dsa
-    from sglang.srt.models.registry import ModelRegistry
-
-    found = []
-    architecture = model.hf_config.architectures[0]
-    cls, name = ModelRegistry.resolve_model_cls(model.hf_config.architectures)
-    if name != architecture:
-        found.append(f"SGLang has no model class {architecture} and would fall back to {name}")
-    if backend := _foreign_linear_attention(model):
-        found.append(f"linear attention of {backend}: {known_families()}")
-    if model.attention_arch == AttentionArch.MLA:
-        if is_deepseek_dsa(model.hf_config):
-            found.append("sparse attention (DSA): its pool also keeps an index of keys")
-        if problem := backend_problem(server_args):
-            found.append(problem)
-    if model.is_hybrid_swa or model.attention_chunk_size is not None or _windowed(model, cls):
-        found.append(SLIDING_WINDOWS)
-    text = model.hf_text_config
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
-    if kind in _ROPE_BY_LENGTH:
-        found.append(f"RoPE of type {kind!r}: its angles depend on the sequence length, not on the position alone")
-    if getattr(text, "dual_chunk_attention_config", None):
-        found.append("dual chunk attention: its rotation depends on the chunk, not on the position alone")
-    if not model.is_generation:
-        found.append("not a generative model: there is no prefill to link")
-    return found
-
-
-def _windowed(model: Any, cls: type) -> bool:
-    """Whether layers attend to a window: the config has one and SGLang's code of the model reads it. That of Qwen2 and Mistral
-    does not; hypic serves them as SGLang does."""
-    import inspect
-    import sys
-
-    return bool(model.sliding_window_size) and "sliding_window_size" in inspect.getsource(sys.modules[cls.__module__])
-
-
-def _foreign_linear_attention(model: Any) -> str | None:
-    """Name of the backend that SGLang takes for the model's linear layers, if it is none of our families'."""
-    from sglang.srt.configs import hybrid_arch
-
-    if family_of_config(model) is not None:
-        return None
-    if hybrid_arch.mamba2_config(model) is not None:
-        return "Mamba2AttnBackend of another mixer, or a short convolution"
-    if hybrid_arch.hybrid_lightning_config(model) is not None:
-        return "LightningAttentionBackend"
-    if (spec := hybrid_arch.linear_attn_model_spec(model)) is not None:
-        return str(spec.backend_class_name).rpartition(".")[2]
-    return None
 
 
 def read_layout(model: Any, server_args: Any, state_dtype: str) -> ArtifactLayout:

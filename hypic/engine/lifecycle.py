@@ -18,7 +18,7 @@ import zmq
 from hypic.artifact.arena import Arena
 from hypic.artifact.store import ArtifactStore
 from hypic.config import HypicConfig, from_env, unread
-from hypic.engine import audit, keys, model, support
+from hypic.engine import audit, keys, model, objections, support
 from hypic.engine.forward import LinkRuntime
 from hypic.engine.manager import LinkManager
 from hypic.engine.metrics import EngineMetrics
@@ -44,7 +44,12 @@ def check_server_args(_: Any, args: Any) -> None:
     require_applied()
     if unknown := unread():
         logger.warning("hypic: ignored environment variables that it does not have: %s", ", ".join(unknown))
-    support.check_server_args(args, from_env())
+    try:
+        support.check_server_args(args, config := from_env())
+        objections.check_model(args, config)
+    except support.Unsupported as refused:
+        refused.server_args = args
+        raise
 
 
 def allocate_arena(model_runner: Any, *_: Any, **__: Any) -> None:

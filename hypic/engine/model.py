@@ -11,7 +11,7 @@ from hypic.config import artifact_state_dtype
 from hypic.engine.families import family, family_of_backend, known_families
 from hypic.engine.latent import backend_problem
 from hypic.engine.relocation import CannotRelocate, Rotary, find_rotary
-from hypic.engine.support import SLIDING_WINDOWS, Unsupported
+from hypic.engine.support import SLIDING_WINDOWS, Unsupported, cannot_serve
 
 
 def read_layout(model_runner: Any, state_dtype: str) -> ArtifactLayout:
@@ -21,9 +21,7 @@ def read_layout(model_runner: Any, state_dtype: str) -> ArtifactLayout:
         linear = _linear_shape(model_runner, backend, state_dtype)
         return ArtifactLayout(linear, _full_shape(model_runner, backend))
     except Unsupported as e:
-        raise Unsupported(
-            f"hypic cannot serve {config.model_path} ({config.hf_config.architectures[0]}): {e}"
-        ) from None
+        raise cannot_serve(config.model_path, config.hf_config.architectures[0], [str(e)]) from None
 
 
 def _linear_shape(model_runner: Any, backend: Any, state_dtype: str) -> LinearShape | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from hypic.config import HypicConfig
@@ -10,14 +10,26 @@ from hypic.method import parse_methods
 
 
 class Unsupported(ValueError):
-    """A server flag or model that position-independent caching cannot work with; the text names it and the remedy."""
+    """A server flag or model that position-independent caching cannot work with; the text names it and the remedy.
 
+    Attributes:
+        server_args: SGLang's, where they were what was checked: `hypic doctor` has more to say of them.
+    """
+
+    server_args: Any = None
+
+
+REMEDY = "--hypic-off serves it without hypic"
 
 SLIDING_WINDOWS = (
-    "sliding-window attention: while a segment is compiled, SGLang frees the K and V that leave the window; --hypic-off serves "
-    "such a model without hypic"
+    "sliding-window attention: while a segment is compiled, SGLang frees the K and V that leave the window"
 )
 """Why Gemma2, Gemma3 and others are refused (docs/SEMANTICS.md)."""
+
+
+def cannot_serve(path: str, architecture: str, reasons: Sequence[str]) -> Unsupported:
+    """The refusal of a model: one line."""
+    return Unsupported(f"hypic cannot serve {path} ({architecture}): {'; '.join(reasons)}; {REMEDY}")
 
 
 class Refusal(NamedTuple):

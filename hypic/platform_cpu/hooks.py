@@ -224,13 +224,6 @@ _HOOKS: tuple[Hook, ...] = (
         ("q", "k", "v", "s", "decay_scales", "meta", "caches", "cache_indices", "track_lens", "track_state_indices"),
     ),
     Hook(
-        "sglang.srt.layers.rotary_embedding.factory.get_rope_cpu",
-        "around",
-        lightning_ops.get_rope_cpu,
-        "knows one kind of scaled rotary embedding alone",
-        ("head_size", "rotary_dim", "max_position", "base", "is_neox_style", "rope_scaling"),
-    ),
-    Hook(
         "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend",
         "around",
         attention.run_sdpa_forward_extend,

@@ -56,24 +56,3 @@ def seg_la_fwd(
                 s[int(track_state_indices[i])] = h.to(s.dtype)
         s[slot] = h.to(s.dtype)
     return out
-
-
-def get_rope_cpu(
-    original: Any,
-    head_size: int,
-    rotary_dim: int,
-    max_position: int,
-    base: int,
-    is_neox_style: bool = True,
-    rope_scaling: dict[str, Any] | None = None,
-    dtype: torch.dtype | None = None,
-    partial_rotary_factor: float = 1.0,
-    device: str | None = None,
-) -> Any:
-    """Around SGLang's rotary embeddings of a CPU, which know one kind of scaling alone; all others: the general ones."""
-    from sglang.srt.layers.rotary_embedding import get_rope
-
-    known = (head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, dtype, partial_rotary_factor)
-    if rope_scaling is not None and rope_scaling.get("rope_type") == "deepseek_yarn":
-        return original(*known, device)
-    return get_rope(*known)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hypic.algebra import naive
 from hypic.platform_cpu import lightning_ops as ops
+from hypic.platform_cpu.attention import rope_without_compiled_kernels
 
 H, K, V, SLOTS = 4, 24, 40, 7
 SLOPES = torch.tensor([0.001, 0.02, 0.3, 0.9])
@@ -64,8 +65,9 @@ def test_speculative_decoding_is_refused() -> None:
 
 
 def test_rotary_embeddings_of_a_cpu() -> None:
-    """Without a scaling SGLang's factory for CPUs raises; deepseek_yarn stays its own."""
+    """Without a scaling SGLang's factory for CPUs raises: it is never asked, whatever device a model names."""
     asked: list[Any] = []
-    scaled = {"rope_type": "deepseek_yarn", "factor": 2.0}
-    ops.get_rope_cpu(lambda *args: asked.append(args), 64, 32, 512, 10000, True, scaled, torch.float32, 1.0, "cpu")
-    assert asked == [(64, 32, 512, 10000, True, scaled, torch.float32, 1.0, "cpu")]
+    rope_without_compiled_kernels(
+        lambda *args, **kwargs: asked.append((args, kwargs)), 64, 32, 512, 10000, device="cpu"
+    )
+    assert asked == [((64, 32, 512, 10000), {"device": None})]

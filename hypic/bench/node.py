@@ -148,8 +148,8 @@ class Node:
                 _say(f"--- the cluster's log ends with\n{log_end(log, LOG_SHOWN)}")
 
     def _on_cluster(self, log: Path, deadline: float) -> None:
-        n, options = self._args.workers, ["--stagger"] if self._args.stagger else []
-        with running(self._argv, n, options=options, start_seconds=deadline - time.monotonic(), log=log) as url:
+        n, stagger, left = self._args.workers, self._args.stagger, deadline - time.monotonic()
+        with running(self._argv, n, stagger=stagger, start_seconds=left, log=log) as url:
             left = deadline - time.monotonic()
             time_all(self.scatter, url, time.monotonic() + 0.6 * left, self._compare)
             name = f"cluster:{n}"

@@ -168,8 +168,7 @@ def run_scatter(bench: Bench, argv: Sequence[str], cpu: bool, compare: Callable[
         """Seconds for what comes first, if `n` stock engines come behind it."""
         return (end - time.monotonic()) * (1 - _STOCK_SHARE * n)
 
-    options = ["--stagger"] if plan.stagger else []
-    with running(argv, max(plan.workers), options=options, start_seconds=min(share(len(engines)), 1800.0)) as url:
+    with running(argv, max(plan.workers), stagger=plan.stagger, start_seconds=min(share(len(engines)), 1800.0)) as url:
         time_all(bench, url, time.monotonic() + 0.9 * share(len(engines)), compare)
     for i, gpus in enumerate(engines):
         seconds = share(len(engines) - 1 - i)

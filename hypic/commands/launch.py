@@ -19,7 +19,7 @@ from hypic.commands.serve import ServeError, flag_value, sglang_argv, wants_cpu
 from hypic.config import ConfigError, from_env
 from hypic.router.costs import CostsError, read_costs
 from hypic.router.launch.nursery import Nursery
-from hypic.router.launch.plan import TP_FLAGS, LaunchError, Layout, common_env, processes
+from hypic.router.launch.plan import LaunchError, Layout, common_env, processes, split_tp
 from hypic.router.launch.supervisor import Supervisor
 from hypic.router.transport.security import make_folder
 
@@ -75,7 +75,7 @@ def read_layout(args: list[str], workers: int, policy: str = "lpt", costs: Path 
         raise LaunchError("name a model: hypic launch MODEL --workers N")
     if model.startswith(("/", ".")) and not (Path(model) / "config.json").is_file():
         raise LaunchError(f"MODEL {model}: there is no config.json")
-    tp = next((value for flag in TP_FLAGS if (value := flag_value(argv, flag))), "1")
+    tp, _ = split_tp(argv)
     if not tp.isdigit() or int(tp) < 1:
         raise LaunchError(f"--tp {tp}: a number of GPUs")
     return Layout(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hypic.demo import DemoError
 from hypic.demo.client import Client
+from hypic.processes import terminable
 
 START_SECONDS = 300.0
 """Ready within 30 s on two idle cores; a busy machine may take several times as long."""
@@ -83,16 +84,12 @@ class Server:
 @contextmanager
 def running(command: Sequence[str], port: int, log: Path) -> Iterator[Server]:
     """A :class:`Server`, not necessarily ready, that is stopped at the end of the block, also by SIGTERM or Ctrl-C."""
-    before = {s: signal.signal(s, _exit) for s in (signal.SIGTERM, signal.SIGHUP)}
-    try:
+    with terminable(signal.SIGTERM, signal.SIGHUP):
         server = Server(command, port, log)
         try:
             yield server
         finally:
             server.stop()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def serve_command(model: str, port: int, flags: Sequence[str] = ()) -> list[str]:
@@ -107,10 +104,6 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
     return port
-
-
-def _exit(number: int, _: object) -> None:
-    raise SystemExit(128 + number)
 
 
 def _environment() -> dict[str, str]:

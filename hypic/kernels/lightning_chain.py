@@ -21,6 +21,7 @@ from hypic.kernels._common import Impl, blob_view, pick_impl
 from hypic.kernels._triton import block, jit, require_triton, tl, triton_dtype
 from hypic.kernels.chain_plans import NO_ARTIFACT, ChainPlan
 from hypic.kernels.compile_plans import TransitionPlan
+from hypic.kernels.relocate import rotate
 from hypic.kernels.ssd import ssd
 
 
@@ -44,9 +45,8 @@ class KeyRotation(NamedTuple):
 
     def turn(self, s: Tensor, shift: int) -> Tensor:
         """S [H, K, V], every key moved by shift."""
-        cos, sin = (self.table[shift].float() / self.scale)[:, None].chunk(2)
-        s1, s2 = s[:, : self.dim].chunk(2, 1)
-        return torch.cat([s1 * cos - s2 * sin, s2 * cos + s1 * sin, s[:, self.dim :]], 1)
+        keys = s.mT.reshape(1, -1, s.shape[1])
+        return rotate(keys, 0, shift, self.table, self.dim, True, self.scale).view(s.mT.shape).mT
 
 
 class LightningLayer(NamedTuple):

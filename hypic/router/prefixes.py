@@ -18,23 +18,24 @@ MOST = 1 << 17
 """Blocks that are remembered, of prompts of about eight million tokens; a block takes some 250 bytes."""
 
 
-def digests(ids: array[int], space: str, cached: Iterable[Bounds] = ()) -> list[bytes]:
+def digests(ids: array[int], space: str, cached: Iterable[Bounds] = (), block: int = BLOCK) -> list[bytes]:
     """A digest for each whole block of a prompt, of all that stands up to its end.
 
     Args:
         ids: the prompt.
         space: what keeps its keys and values apart from those of the same tokens elsewhere: tenant, adapter, method.
         cached: its segments; where they begin and end matters, as keys and values do depend on that.
+        block: tokens of a block.
     """
     seen, out = blake2b(space.encode(), digest_size=8), []
     edges = [array("q", b).tobytes() for b in cached]
     starts = [b.start for b in cached]
     at = 0
-    for end in range(BLOCK, len(ids) + 1, BLOCK):
+    for end in range(block, len(ids) + 1, block):
         while at < len(starts) and starts[at] < end:
             seen.update(edges[at])
             at += 1
-        seen.update(ids[end - BLOCK : end].tobytes())
+        seen.update(ids[end - block : end].tobytes())
         out.append(seen.digest())
     return out
 

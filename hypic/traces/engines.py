@@ -61,8 +61,7 @@ def servers(
     """Start what `engine` names. Raises LaunchError."""
     began = time.perf_counter()
     if engine.kind == "cluster":
-        options = ["--stagger"] if stagger else []
-        with running(argv, engine.servers, engine.policy, options, start_seconds) as url:
+        with running(argv, engine.servers, engine.policy, stagger, start_seconds) as url:
             yield Servers(cluster_target(url), settings(url, engine), time.perf_counter() - began)
         return
     cpu = wants_cpu(argv, environ)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
+from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from hypic.router.prefixes import digests
 from hypic.traces.prompts import Prompt
 
 BLOCK = 128
@@ -67,7 +68,7 @@ class Affinity:
         self._most = max(capacity // BLOCK, 1)
 
     def choose(self, prompt: Prompt) -> Sent:
-        blocks = list(_prefixes(prompt))
+        blocks = digests(array("q", prompt.ids), repr(prompt.tenant), block=BLOCK)
         left = [len(prompt.ids) - BLOCK * self._match(known, blocks) for known in self._blocks]
         server = min(range(len(left)), key=lambda i: (self._waiting[i] + left[i], self._sent[i], i))
         known = self._blocks[server]
@@ -90,16 +91,6 @@ class Affinity:
     @staticmethod
     def _match(known: OrderedDict[bytes, None], blocks: Sequence[bytes]) -> int:
         return next((i for i, block in enumerate(blocks) if block not in known), len(blocks))
-
-
-def _prefixes(prompt: Prompt) -> Iterator[bytes]:
-    """A name for the prompt up to the end of each whole block, another one for each tenant."""
-    import numpy as np
-
-    ids, name = np.array(prompt.ids, np.int64), repr(prompt.tenant).encode()
-    for end in range(BLOCK, len(ids) + 1, BLOCK):
-        name = hashlib.blake2b(name + ids[end - BLOCK : end].tobytes(), digest_size=12).digest()
-        yield name
 
 
 PLACEMENTS: dict[str, Callable[[int, int], Placement]] = {

@@ -126,7 +126,7 @@ def test_what_is_placed_of_a_prompt() -> None:
     """What a worker would link, under the names that it uses; nothing that it would compute in place."""
     ids = array.array("q", range(400))
     plan = RequestSpans(cached=(Bounds(0, 100), Bounds(100, 120), Bounds(130, 300), Bounds(300, 400)), salt="tenant")
-    costs = Costs(tokens_per_s=1, transfer_gb_s=1, artifact_bytes=1000, artifact_token_bytes=2)
+    config, costs = HypicConfig(), Costs(tokens_per_s=1, transfer_gb_s=1, artifact_bytes=1000, artifact_token_bytes=2)
 
     def asked(plan: RequestSpans | None, **fields: Any) -> Any:
         params = SimpleNamespace(custom_params=plan.to_params() if plan else None)
@@ -134,7 +134,9 @@ def test_what_is_placed_of_a_prompt() -> None:
 
     def placed(plan: RequestSpans | None) -> list[Any]:
         tokenized = asked(plan)
-        return placing.segments(tokenized, placing.plan_of(tokenized), b"id", HypicConfig(), costs)
+        return placing.segments(
+            tokenized, placing.plan_of(tokenized), b"id", config.seam_window, config.min_segment, costs
+        )
 
     first, third = placed(plan)
     assert (first.tokens, third.tokens) == (ids[:100].tobytes(), ids[130:300].tobytes()), (

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from hypic.artifact.layout import LinearShape, Operator
+from hypic.kernels._common import Impl
 from hypic.kernels._triton import Precision
 from hypic.kernels.chain_plans import ChainPlan
 from hypic.kernels.compile_plans import EndStatesPlan, TransitionPlan
+from hypic.kernels.decay_end_states import decay_end_states
 
 Inputs = tuple[Tensor, ...]
 """What a layer computes from: projections of the batch's tokens, each with the tokens as its first dimension."""
@@ -69,6 +71,18 @@ class LinearLayer(ABC):
     def at_positions(self, inputs: Inputs, positions: Tensor) -> Inputs:
         """Such inputs as the model makes them of tokens at those positions."""
         return inputs
+
+
+class DecayLayer(LinearLayer):
+    """One whose T is one decay per head. ``_impl``: of the kernels, None: by device."""
+
+    _impl: Impl | None
+
+    def end_states(self, seam_states: Tensor, at: Memory, plan: EndStatesPlan) -> None:
+        decay_end_states(
+            at.state, seam_states, arena=at.arena, t_off=at.t_off, s_off=at.s_off, plan=plan,
+            state_dtype=at.state_dtype, impl=self._impl,
+        )  # fmt: skip
 
 
 class Family(ABC):

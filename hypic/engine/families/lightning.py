@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 from hypic.artifact.layout import LinearShape
-from hypic.engine.families.base import Family, Inputs, LinearLayer, Memory
+from hypic.engine.families.base import DecayLayer, Family, Inputs, LinearLayer, Memory
 from hypic.engine.linear import LinkedLinear
 from hypic.engine.relocation import CannotRelocate, require_rotation
 from hypic.kernels.chain_plans import ChainPlan
-from hypic.kernels.compile_plans import EndStatesPlan, TransitionPlan
-from hypic.kernels.decay_end_states import decay_end_states
+from hypic.kernels.compile_plans import TransitionPlan
 from hypic.kernels.lightning_chain import KeyRotation, LightningLayer, lightning_chain, lightning_log_decay
 
 
-class RotatedLayer(LinearLayer):
+class RotatedLayer(DecayLayer):
     """Inputs: q, k, v [T, H, D], q and k rotated by the model.
 
     Args:
@@ -37,12 +36,6 @@ class RotatedLayer(LinearLayer):
 
     def transition(self, inputs: Inputs, at: Memory, plan: TransitionPlan) -> None:
         lightning_log_decay(self._parameters, arena=at.arena, t_off=at.t_off, plan=plan)
-
-    def end_states(self, seam_states: Tensor, at: Memory, plan: EndStatesPlan) -> None:
-        decay_end_states(
-            at.state, seam_states, arena=at.arena, t_off=at.t_off, s_off=at.s_off, plan=plan,
-            state_dtype=at.state_dtype, impl=self._impl,
-        )  # fmt: skip
 
     def random_inputs(self, n: int, random: Callable[..., Tensor]) -> Inputs:
         heads = len(self._parameters.slope)

@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 
 from hypic.artifact.layout import LinearShape
-from hypic.engine.families.base import Family, Inputs, LinearLayer, Memory
+from hypic.engine.families.base import DecayLayer, Family, Inputs, LinearLayer, Memory
 from hypic.engine.linear import LinkedLinear
 from hypic.kernels.chain_plans import ChainPlan
-from hypic.kernels.compile_plans import EndStatesPlan, TransitionPlan
-from hypic.kernels.decay_end_states import decay_end_states
+from hypic.kernels.compile_plans import TransitionPlan
 from hypic.kernels.mamba2_chain import mamba2_chain
 from hypic.kernels.mamba2_decay import mamba2_log_decay
 from hypic.kernels.mamba2_layer import Mamba2Layer
 
 
-class MixerLayer(LinearLayer):
+class MixerLayer(DecayLayer):
     """Inputs: the tokens' projections [T, gate + x B C + dt], as SGLang's mixer lays them out.
 
     Args:
@@ -64,12 +63,6 @@ class MixerLayer(LinearLayer):
     def transition(self, inputs: Inputs, at: Memory, plan: TransitionPlan) -> None:
         _, _, dt = self.split(*inputs)
         mamba2_log_decay(dt, layer=self._parameters, arena=at.arena, t_off=at.t_off, plan=plan, impl=self._impl)
-
-    def end_states(self, seam_states: Tensor, at: Memory, plan: EndStatesPlan) -> None:
-        decay_end_states(
-            at.state, seam_states, arena=at.arena, t_off=at.t_off, s_off=at.s_off, plan=plan,
-            state_dtype=at.state_dtype, impl=self._impl,
-        )  # fmt: skip
 
     def random_inputs(self, n: int, random: Callable[..., Tensor]) -> Inputs:
         p = self._parameters

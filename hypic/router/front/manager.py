@@ -238,8 +238,10 @@ class RouterManager(Everywhere, TokenizerManager):
         if why := unshared(flight.tokenized, plan):
             self.unshared[why] += 1
             return []
-        identity, costs = self.router.coordinator.identity, self.router.measured.costs
-        return segments(flight.tokenized, plan, identity, self._config, costs) if identity else []
+        if not (identity := self.router.coordinator.identity):
+            return []
+        w = next(iter(self.hypic_segments.methods.values())).seam_window
+        return segments(flight.tokenized, plan, identity, w, self._config.min_segment, self.router.measured.costs)
 
     # ------------------------------------------------------------------ ends
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-from hypic.config import HypicConfig
 from hypic.engine.keys import artifact_key
-from hypic.method import parse_methods
 from hypic.router.actions import Prompt
 from hypic.router.costs import Costs
 from hypic.router.prefixes import digests
@@ -30,14 +28,15 @@ def unshared(tokenized: Any, plan: RequestSpans) -> str | None:
     return "adapter" if tokenized.lora_id else "method" if plan.method else None
 
 
-def segments(tokenized: Any, plan: RequestSpans, identity: bytes, config: HypicConfig, costs: Costs) -> list[Prompt]:
+def segments(
+    tokenized: Any, plan: RequestSpans, identity: bytes, seam_window: int, min_segment: int, costs: Costs
+) -> list[Prompt]:
     """The segments that a worker will link, or compile for their names, as it names them."""
     ids: array[int] = tokenized.input_ids
-    w = next(iter(parse_methods(config.methods, config.seam_window).values())).seam_window
     out = []
     for start, end in plan.cached:
         n = end - start
-        if (end < len(ids) or plan.name) and n > w and n >= config.min_segment:
+        if (end < len(ids) or plan.name) and n > seam_window and n >= min_segment:
             tokens = ids[start:end]
             key = artifact_key(identity, plan.salt, "", tokens)
             out.append(Prompt(key, plan.salt, "", tokens.tobytes(), costs.artifact_nbytes(n)))

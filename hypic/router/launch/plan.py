@@ -19,7 +19,7 @@ from hypic.router.transport.security import InsecureError, check_address, curve_
 _FRONT_ONLY = ("--host", "--port", "--fastapi-root-path", "--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs")
 """SGLang's flags that say how the endpoint is reached: workers are reached by their router alone, on this host."""
 _WORKER_ONLY = ("--base-gpu-id", "--gpu-id-step", "--nccl-port", "--dist-init-addr", "--nnodes", "--node-rank")
-TP_FLAGS = ("--tp", "--tp-size", "--tensor-parallel-size")
+_TP_FLAGS = ("--tp", "--tp-size", "--tensor-parallel-size")
 LOCAL = "127.0.0.1"
 _FIRST_PORT = 10_000
 
@@ -175,6 +175,11 @@ def _value(argv: Sequence[str], flag: str) -> str | None:
     from hypic.commands.serve import flag_value
 
     return flag_value(argv, flag)
+
+
+def split_tp(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """How many GPUs `argv` wants for each server, "1" if it does not say, and the rest of it."""
+    return next((value for flag in _TP_FLAGS if (value := _value(argv, flag))), "1"), without(argv, _TP_FLAGS)
 
 
 def without(argv: Sequence[str], flags: Sequence[str]) -> list[str]:

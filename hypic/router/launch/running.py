@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from hypic.processes import terminable
 from hypic.router.launch.plan import LOCAL, LaunchError, free_ports
 from hypic.router.launch.supervisor import get_json
 
@@ -28,7 +28,7 @@ def running(
     argv: Sequence[str],
     workers: int,
     policy: str = "lpt",
-    options: Sequence[str] = (),
+    stagger: bool = False,
     start_seconds: float = 1800.0,
     log: Path | None = None,
 ) -> Iterator[str]:
@@ -36,14 +36,15 @@ def running(
 
     Args:
         argv: SGLang's and hypic's flags, the model among them, without --host and --port.
-        options: more of `hypic launch`'s own.
+        stagger: start a worker once the one before it is alive.
         log: where its log stays; without, it is deleted if all went well.
 
     Raises:
         LaunchError: it did not come up; the text has the end of its log.
     """
     (port,) = free_ports(1)
-    command = [sys.executable, "-m", "hypic", "launch", *argv, "--workers", str(workers), "--policy", policy, *options]
+    command = [sys.executable, "-m", "hypic", "launch", *argv, "--workers", str(workers), "--policy", policy]
+    command += ["--stagger"] if stagger else []
     file = log or Path(tempfile.mkdtemp(prefix="hypic-launch-")) / "log"
     with terminable(), file.open("w") as out:
         process = subprocess.Popen([*command, "--port", str(port)], stdout=out, stderr=out, env=os.environ)
@@ -58,23 +59,6 @@ def running(
             end([process])
     if log is None:
         shutil.rmtree(file.parent)
-
-
-@contextmanager
-def terminable() -> Iterator[None]:
-    """SIGTERM leaves the block as Ctrl-C does: servers that it started must not outlive it, as they hold GPUs."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, _: Any) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def end(processes: Sequence[subprocess.Popen[Any]], seconds: float = STOP_SECONDS) -> None:

@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hypic.commands.serve import flag_value
-from hypic.router.launch.plan import LOCAL, TP_FLAGS, LaunchError, free_ports, without
-from hypic.router.launch.running import end, log_end, terminable
+from hypic.processes import terminable
+from hypic.router.launch.plan import LOCAL, LaunchError, free_ports, split_tp, without
+from hypic.router.launch.running import end, log_end
 
 
 @contextmanager
@@ -42,10 +43,10 @@ def stock_servers(
     Raises:
         LaunchError: one did not come up; the text has the end of its log.
     """
-    given = next((value for flag in TP_FLAGS if (value := flag_value(argv, flag))), "1")
+    given, rest = split_tp(argv)
     tp = int(given) if tp is None else tp
     first = int(flag_value(argv, "--base-gpu-id") or 0)
-    rest = without(argv, (*TP_FLAGS, "--base-gpu-id"))
+    rest = without(rest, ("--base-gpu-id",))
     env = os.environ | {"HYPIC_ENABLED": "0"}
     if cpu:
         env.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // (servers * tp), 1)))

@@ -11,7 +11,7 @@ import torch
 
 from hypic.artifact.layout import LinearShape
 from hypic.engine.composition import ComposeError, check_composition
-from hypic.engine.families import gdn, kda, lightning, mamba2
+from hypic.engine.families import base, gdn, kda, lightning, mamba2
 from hypic.engine.relocation import CannotRelocate
 from hypic.kernels._common import blob_view
 from hypic.kernels.lightning_chain import KeyRotation
@@ -156,13 +156,13 @@ def test_a_wrong_part_of_mamba2_is_found(
     part: str, mamba_model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A decay that is not stored, and S that keeps the seam."""
-    end_states = mamba2.decay_end_states
+    end_states = base.decay_end_states
 
     def wrong_end_states(ssm_pool: Any, seam_states: Any, **rest: Any) -> None:
         end_states(ssm_pool, torch.zeros_like(seam_states), **rest)
 
     if part == "S":
-        monkeypatch.setattr(mamba2, "decay_end_states", wrong_end_states)
+        monkeypatch.setattr(base, "decay_end_states", wrong_end_states)
     else:
         monkeypatch.setattr(mamba2, "mamba2_log_decay", lambda *args, **kwargs: None)
     with pytest.raises(ComposeError, match="off by"):
@@ -225,7 +225,7 @@ def test_it_holds_for_lightning_near_and_far() -> None:
 @pytest.mark.parametrize("part", ["T", "S", "unturned", "bent"])
 def test_a_wrong_part_of_lightning_is_found(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A decay of twice the slope, S that keeps the seam, S that is not turned, and angles that are not linear."""
-    end_states, log_decay = lightning.decay_end_states, lightning.lightning_log_decay
+    end_states, log_decay = base.decay_end_states, lightning.lightning_log_decay
     model = ring(RotaryEmbedding(bend=0.1 if part == "bent" else 0.0))
     if part == "T":
         monkeypatch.setattr(
@@ -233,7 +233,7 @@ def test_a_wrong_part_of_lightning_is_found(part: str, monkeypatch: pytest.Monke
         )
     elif part == "S":
         monkeypatch.setattr(
-            lightning, "decay_end_states", lambda pool, seams, **k: end_states(pool, torch.zeros_like(seams), **k)
+            base, "decay_end_states", lambda pool, seams, **k: end_states(pool, torch.zeros_like(seams), **k)
         )
     elif part == "unturned":
         monkeypatch.setattr(KeyRotation, "turn", lambda self, s, shift: s)

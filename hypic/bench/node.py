@@ -19,11 +19,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
+from importlib.metadata import entry_points
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from hypic.bench import node_report
 from hypic.bench.agreement import compare
@@ -35,7 +37,7 @@ from hypic.bench.scatter_report import reckon
 from hypic.bench.scatter_result import Agreement, Scatter, ScatterResult
 from hypic.bench.workload import Workload
 from hypic.check.tiny_models import build
-from hypic.check.workers import model_facts
+from hypic.check.workers import check_workers, model_facts
 from hypic.commands.flags import take_hypic_flags
 from hypic.commands.serve import flag_value, timed_argv, wants_cpu
 from hypic.config import from_env
@@ -53,7 +55,7 @@ from hypic.traces.runner import new_result
 from hypic.traces.session import Session
 from hypic.traces.spec import read_spec
 
-STAGES = {"transfers": 2, "cluster": 10, "stock": 6, "tp": 4, "answers": 3}
+STAGES = {"transfers": 3, "cluster": 10, "stock": 6, "tp": 4, "answers": 4}
 """In their order, and the weight of each among those that are left."""
 LOG_SHOWN = 8000
 GRACE = 15
@@ -64,13 +66,17 @@ FIRST_POLICY = 0.65
 
 SMALL = (
     "--mem-fraction-static", "0.15", "--max-total-tokens", "60000", "--context-length", "8192", "--max-running-requests", "16",
-    "--cuda-graph-max-bs-prefill", "512",
+    "--cuda-graph-max-bs-prefill", "512", "--hypic-memory", "2GiB",
 )  # fmt: skip
-"""Flags for a tiny model on a GPU: it starts sooner."""
+"""Flags for a tiny model on a GPU: it starts sooner. Artifacts come out of SGLang's share of the memory, too."""
+ROUNDS, LAYOUTS = 2, 8
+"""Prompts of P3 and P4: kernels are compiled anew for a tiny model, and for lengths that were not seen before."""
+LATE = 5
+"""Seconds after the budget before the last stage is broken off; its servers may take longer to end."""
 
 
-class Overtime(RuntimeError):
-    """A stage did not end by itself."""
+class Overtime(KeyboardInterrupt):
+    """A stage did not end by itself. Like Ctrl-C, it is nothing that an event loop or `except Exception` may keep."""
 
 
 class Node:
@@ -80,6 +86,7 @@ class Node:
         argv, config = take_hypic_flags(timed_argv([args.model, *flags]), from_env())
         self._argv, self._config = argv, msgspec.structs.replace(config, enabled=True)
         self._cpu = wants_cpu(argv, os.environ)
+        _look_around(0 if self._cpu else args.workers)
         os.environ.update(self._config.to_env() | ({CPU_MODE: "1"} if self._cpu else {}))
         if self._cpu:
             set_environment(os.environ, flag_value(argv, "--dtype"))
@@ -102,6 +109,7 @@ class Node:
             command=sys.argv, versions=versions(), machine=machine(), workload=msgspec.to_builtins(work),
             seam_window=self._config.seam_window, selfcheck={}, engines=[], scatter=self.scatter.result,
         )  # fmt: skip
+        self._end = time.monotonic() + args.budget
         self.stages: dict[str, Callable[[float], None]] = {
             "transfers": self._transfers,
             "cluster": self._cluster,
@@ -112,30 +120,51 @@ class Node:
 
     def run(self) -> None:
         """The stages, as far as the budget goes."""
-        names = list(self._args.stages)
         self.out.mkdir(parents=True, exist_ok=True)
-        end = time.monotonic() + self._args.budget
-        for i, name in enumerate(names):
+        for name in self._args.stages:
             began = time.monotonic()
-            weights = [STAGES[n] for n in names[i:]]
-            seconds = (end - began) * weights[0] / sum(weights)
-            _say(f"--- {name}: {seconds:.0f} s of {end - began:.0f} left")
+            seconds = self._share(name)
+            _say(f"--- {name}: {seconds:.0f} s of {self._end - began:.0f} left")
             try:
-                with _at_most(seconds + GRACE):
+                with _at_most(self._limit(began + seconds)):
                     self.stages[name](began + seconds)
-            except Exception as e:
+            except (Exception, Overtime) as e:
                 self.found.failed[name] = f"{type(e).__name__}: {e}"
                 _say(f"{name} failed: {type(e).__name__}: {e}")
             finally:
                 self.found.seconds[name] = time.monotonic() - began
                 self._write()
 
+    def _share(self, name: str) -> float:
+        """Seconds of those that are left, for a stage that begins now."""
+        names = self._args.stages
+        weights = [STAGES[n] for n in names[names.index(name) :]]
+        return (self._end - time.monotonic()) * weights[0] / sum(weights)
+
+    def _limit(self, deadline: float) -> float:
+        """Seconds from now until a stage is broken off."""
+        return min(deadline + GRACE, self._end + LATE) - time.monotonic()
+
+    def _started(self, name: str, began: float, deadline: float) -> float:
+        """Servers are up: the deadline, or a later one if that took most of the time, as where kernels are compiled."""
+        now = time.monotonic()
+        if deadline - now > now - began:
+            return deadline
+        deadline = max(deadline, now + self._share(name))
+        signal.setitimer(signal.ITIMER_REAL, self._limit(deadline))
+        return deadline
+
     # ------------------------------------------------------------------ stages
 
     def _transfers(self, deadline: float) -> None:
         size = ("--device", "cpu", "--mib", "8", "--reps", "2") if self._cpu else ("--device", "cuda", "--reps", "5")
         command = [sys.executable, "-m", "hypic.router.transport.measure", *size]
-        self.found.transfers = json.loads(_output(command, deadline).splitlines()[-1])["ways"]
+        lines = _output(command, deadline).splitlines()
+        if not lines:
+            raise RuntimeError("nothing was measured: see the log above")
+        self.found.transfers = json.loads(lines[-1])["ways"]
+        if failed := [f"{way}: {told['failed']}" for way, told in self.found.transfers.items() if "failed" in told]:
+            raise RuntimeError("; ".join(failed))
 
     def _cluster(self, deadline: float) -> None:
         log, known = Path(tempfile.mkdtemp(prefix="hypic-node-")) / "cluster.log", len(self.scatter.result.left_out)
@@ -148,8 +177,9 @@ class Node:
                 _say(f"--- the cluster's log ends with\n{log_end(log, LOG_SHOWN)}")
 
     def _on_cluster(self, log: Path, deadline: float) -> None:
-        n, stagger, left = self._args.workers, self._args.stagger, deadline - time.monotonic()
-        with running(self._argv, n, stagger=stagger, start_seconds=left, log=log) as url:
+        n, stagger, began = self._args.workers, self._args.stagger, time.monotonic()
+        with running(self._argv, n, stagger=stagger, start_seconds=deadline - began, log=log) as url:
+            deadline = self._started("cluster", began, deadline)
             left = deadline - time.monotonic()
             time_all(self.scatter, url, time.monotonic() + 0.6 * left, self._compare)
             name = f"cluster:{n}"
@@ -159,9 +189,10 @@ class Node:
         return compare(url, self.scatter.work, self.scatter.plan, self._model, self._config)
 
     def _stock(self, deadline: float) -> None:
-        n, seconds = self._args.workers, deadline - time.monotonic()
-        how: dict[str, Any] = {"cpu": self._cpu, "stagger": self._args.stagger, "start_seconds": seconds}
+        n, began = self._args.workers, time.monotonic()
+        how: dict[str, Any] = {"cpu": self._cpu, "stagger": self._args.stagger, "start_seconds": deadline - began}
         with stock_servers(self._argv, n, **how) as urls:
+            deadline = self._started("stock", began, deadline)
             self.scatter.stock(urls[0], 1, time.monotonic() + 0.4 * (deadline - time.monotonic()))
             for i, policy in enumerate(PLACEMENTS):
                 name = f"prefix:{n}:{policy}"
@@ -175,10 +206,15 @@ class Node:
     def _answers(self, deadline: float) -> None:
         """P3 and P4 across workers, of a tiny model of the same kind with weights that mean something, under the same flags."""
         small = () if self._cpu else SMALL
-        tiny = str(build(tiny_kind(self._model)))
-        flags = ["--workers", str(self._args.workers), *kept_flags(self._argv), *small]
-        command = [sys.executable, "-m", "hypic", "selfcheck", tiny, "--json", *flags]
-        self.found.answers = json.loads(_output(command, deadline))["checks"]
+        kind = tiny_kind(self._model)
+        found = check_workers(
+            kind, build(kind), [*kept_flags(self._argv), *small], self._config, self._args.workers, seed=0,
+            progress=lambda what, *_: _say(what), rounds=ROUNDS, layouts=LAYOUTS,
+            start_seconds=deadline - time.monotonic(),
+        )  # fmt: skip
+        for result in found:
+            self.found.answers[result.name] = msgspec.to_builtins(result)
+            _say(f"{result.name}: {result.status}, {result.detail}")
         if bad := [name for name, entry in self.found.answers.items() if not entry["passed"]]:
             raise RuntimeError(f"{', '.join(bad)} of a tiny model on several workers: see node.json")
 
@@ -205,6 +241,14 @@ class Node:
     def _write(self) -> None:
         reckon(self.scatter.result, self.scatter.work)
         node_report.write(self.out, self.found, self.bench, self.replay)
+
+
+def _look_around(gpus: int) -> None:
+    """What would otherwise be found after minutes. Raises SystemExit."""
+    if not entry_points(group="sglang.srt.plugins", name="hypic"):
+        raise SystemExit("SGLang would not find hypic's plugin: pip install -e ., or have hypic.egg-info beside hypic/")
+    if gpus and (there := torch.cuda.device_count()) < gpus:
+        raise SystemExit(f"--workers {gpus}: there are {there} GPUs")
 
 
 def _output(command: Sequence[str], deadline: float) -> str:

@@ -79,6 +79,9 @@ def _summary(found: NodeResult, bench: BenchResult, replay: ReplayResult) -> Ite
         numbers = f"worst error {entry['worst_error']}, tolerance {entry['tolerance']}"
         yield f"* {name.rpartition('/')[2]} of a tiny model across workers: {entry['status']}, {numbers}; {entry['detail']}"
     for way, told in found.transfers.items():
+        if "failed" in told:
+            yield f"* transfer, {way}: failed, {told['failed']}"
+            continue
         rate = told["gb_per_s"]
         yield (
             f"* transfer, {way}: {rate['median']:.2f} GB/s ({rate['min']:.2f} to {rate['max']:.2f}), "

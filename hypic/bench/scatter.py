@@ -33,6 +33,8 @@ _WARM_UP = (3, 2)
 """Prompts before those that count, for the first case of a number of workers and for others: rates get measured."""
 _FEW = 3
 """Repetitions at most of all lengths but the first."""
+_FAILURES = 3
+"""So many cases that fail end it."""
 _STOCK_SHARE = 0.2
 """Of what is left of the budget, kept for each stock engine."""
 NO_ALLREDUCE_FUSION = "--enforce-disable-flashinfer-allreduce-fusion"
@@ -94,18 +96,23 @@ class Bench:
         Args:
             deadline: `time.monotonic()` after which no case begins.
         """
+        failures = 0
         try:
             for case in cases(self.work, self.plan):
+                what = f"{case.segments} {case.workload}, {case.policy}, {case.workers} workers"
                 if time.monotonic() > deadline:
-                    self.result.left_out.append(
-                        f"no time for {case.segments} segments, {', '.join(map(str, case[1:]))} workers"
-                    )
+                    self.result.left_out.append(f"no time for {what}")
                     continue
-                drain(url, self.plan, case.workers, case.policy)
-                self.result.runs.append(run := self._case(url, case))
-                self._say(
-                    f"{case.segments} {case.workload}, {case.policy}, {case.workers} workers: {run.median('ttft'):.1f} ms"
-                )
+                try:
+                    drain(url, self.plan, case.workers, case.policy)
+                    run = self._case(url, case)
+                except (RuntimeError, OSError, ValueError) as e:
+                    if (failures := failures + 1) == _FAILURES:
+                        raise
+                    self.failed(what, e)
+                    continue
+                self.result.runs.append(run)
+                self._say(f"{what}: {run.median('ttft'):.1f} ms")
                 self._keep(self.result)
         finally:
             if (told := get_json(f"{url}/workers")) is not None:

@@ -31,7 +31,7 @@ from hypic.method import Method
 from hypic.router.launch.plan import LaunchError
 from hypic.router.launch.running import running
 
-ROUNDS = 4
+ROUNDS, LAYOUTS = 4, 16
 _LENGTHS = (64, 100, 200, 300, 150, 90)
 
 Progress = Callable[[str, int, int], None]
@@ -111,28 +111,41 @@ class Endpoint:
 
 
 def check_workers(
-    name: str, model: str | Path, argv: Sequence[str], config: HypicConfig, workers: int, seed: int, progress: Progress
+    name: str,
+    model: str | Path,
+    argv: Sequence[str],
+    config: HypicConfig,
+    workers: int,
+    seed: int,
+    progress: Progress,
+    *,
+    rounds: int = ROUNDS,
+    layouts: int = LAYOUTS,
+    start_seconds: float = 1800.0,
 ) -> Iterator[CheckResult]:
     """P3 and P4 on a cluster of `workers`, round robin, so that every prompt is scattered.
 
     Args:
         argv: SGLang's flags besides the model.
         config: hypic's settings. Segments are linked however short.
+        rounds, layouts: prompts of P3 and of P4.
     """
     config = msgspec.structs.replace(config, enabled=True, min_segment=0)
     settings = ["--hypic-min-segment", "0", "--hypic-seam-window", str(config.seam_window)]
     judge, left = Judge(name, str(model), seed), ["P3", "P4"]
     progress(f"starting {workers} workers", 0, 1)
     try:
-        with running(["--model-path", str(model), *argv, *settings], workers, "round_robin") as url:
+        with running(
+            ["--model-path", str(model), *argv, *settings], workers, "round_robin", start_seconds=start_seconds
+        ) as url:
             vocab, dtype = model_facts(Path(model))
             cluster = Endpoint(url, config, vocab, dtype)
             info = cluster.get("/server_info")
             cluster.dtype = {"auto": dtype}.get(info["dtype"], info["dtype"])
             alone = [Endpoint(w["http"], config, vocab, cluster.dtype) for w in cluster.get("/workers")["workers"]]
             for check, run in (
-                ("P3", lambda: check_p3_across(cluster, alone, judge, seed)),
-                ("P4", lambda: check_p4(cluster, judge, seed)),  # type: ignore[arg-type]
+                ("P3", lambda: check_p3_across(cluster, alone, judge, seed, rounds)),
+                ("P4", lambda: check_p4(cluster, judge, seed, layouts)),  # type: ignore[arg-type]
             ):
                 progress(check, 0, 1)
                 began = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -81,6 +82,24 @@ def test_a_stage_that_fails_or_hangs_leaves_the_others_their_time(
     assert bench.scatter is not None and [r.ideal for r in bench.scatter.runs] == [1000.0, 600.0]
     assert msgspec.json.decode((tmp_path / "costs.json").read_bytes(), type=Costs).tokens_per_s == 5000.0
     assert (tmp_path / "replay.json").exists() and (tmp_path / "scatter.png").exists()
+
+
+def test_a_start_that_takes_most_of_a_stage_is_borne_by_all(
+    node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "GRACE", 0.0)
+    made, left = node("--budget", "10", "--stages", "cluster,stock"), {}
+
+    def cluster(deadline: float) -> None:
+        began = time.monotonic()
+        assert made._started("cluster", began, deadline) == deadline, "a start that is quick changes nothing"
+        monkeypatch.setattr(time, "monotonic", lambda: began + 6)  # of 6.25
+        left["cluster"] = made._started("cluster", began, deadline) - began - 6
+        left["alarm"] = signal.getitimer(signal.ITIMER_REAL)[0]
+
+    made.stages = {"cluster": cluster, "stock": lambda deadline: left.update(stock=deadline)}
+    made.run()
+    assert left["cluster"] == pytest.approx((10 - 6) * 10 / 16, abs=0.1) == left["alarm"]
 
 
 def test_an_unknown_stage_is_named(node: Callable[..., Node], capsys: pytest.CaptureFixture[str]) -> None:

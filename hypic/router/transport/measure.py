@@ -1,7 +1,8 @@
 """``python -m hypic.router.transport.measure``: artifacts between two processes of a host: GB/s, round trip.
 
 Three ways: copied out of a window, ZeroMQ over ipc, ZeroMQ over TCP with CURVE. In host memory, or with ``--device cuda``
-between GPUs, the first and the last that there are. What arrives is compared.
+between GPUs, the first and the last that there are. What arrives is compared. A way that fails is told, and leaves the others
+alone.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import multiprocessing as mp
 import os
 import shutil
 import statistics
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,9 @@ from hypic.router.transport.zmq_blobs import CHUNK, WINDOW, ZmqTransport
 
 KEY, SMALL = bytes(24), bytes([1]) * 24
 SMALL_BYTES = 4096
+START_SECONDS = 60.0
+"""For a process to import torch and open its GPU."""
+FETCH_SECONDS = 20.0
 _OPTIONAL = ("mooncake", "mooncake-tcp")
 
 
@@ -64,55 +70,69 @@ def _serve(pipe: Connection, address: str, curve: Curve | None, nbytes: int, way
 
 
 async def _fetch(
-    peer: Peer, folder: Path, curve: Curve | None, args: argparse.Namespace, way: str
+    peer: Peer, folder: Path, curve: Curve | None, args: argparse.Namespace, mover: Mover, arena: torch.Tensor
 ) -> tuple[list[float], float]:
     address = "tcp://127.0.0.1:0" if curve else f"ipc://{folder}/sink"
     transport = ZmqTransport(address, curve, chunk=args.chunk, window=args.window)
     await transport.start()
     nbytes = args.mib << 20
-    mover, arena = _mover(way, nbytes, _devices(args.device)[1])
     rates, trips = [], []
     for _ in range(args.reps + 1):
-        receipt, _ = await mover.fetch(transport, peer, KEY, 0, nbytes, 0, 120)
+        receipt, _ = await mover.fetch(transport, peer, KEY, 0, nbytes, 0, FETCH_SECONDS)
         rates.append(receipt.nbytes / (receipt.waited + receipt.seconds) / 1e9)
     for _ in range(100):
         receipt, _ = await mover.fetch(transport, peer, SMALL, nbytes, SMALL_BYTES, 0, 10)
         trips.append(receipt.waited + receipt.seconds)
     await transport.close()
     if not torch.equal(arena.cpu(), _content(arena.numel())):
-        raise SystemExit(f"{way}: what arrived is not what was sent")
+        raise RuntimeError("what arrived is not what was sent")
     return rates[1:], statistics.median(trips)
 
 
+def _between(args: argparse.Namespace, way: str, folder: Path) -> dict[str, Any]:
+    """One way, with a process of its own at the other end."""
+    curves: list[Curve | None] = [None, None]
+    if way == "tcp+curve":
+        keys, allowed = folder / "keys", folder / "allowed"
+        keys.mkdir()
+        allowed.mkdir()
+        secrets = []
+        for name in ("source", "sink"):
+            public, secret = make_keys(keys, name)
+            shutil.copy(public, allowed)
+            secrets.append(secret)
+        curves = [Curve(s, allowed) for s in secrets]
+    address = f"ipc://{folder}/source" if way != "tcp+curve" else "tcp://127.0.0.1:0"
+    nbytes = args.mib << 20
+    spawn = mp.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    child = spawn.Process(target=_serve, args=(theirs, address, curves[0], nbytes, way, args.device), daemon=True)
+    child.start()
+    theirs.close()  # so that its end is heard
+    try:
+        mover, arena = _mover(way, nbytes, _devices(args.device)[1])
+        if not ours.poll(START_SECONDS):
+            raise TimeoutError("the source did not start")
+        peer = Peer(*ours.recv())
+        with ThreadPoolExecutor(1) as thread:  # as in a worker, where another one makes the mover
+            rates, trip = thread.submit(asyncio.run, _fetch(peer, folder, curves[1], args, mover, arena)).result()
+        ours.send(None)
+        child.join(10)
+    finally:
+        child.kill()
+    rate = {"median": statistics.median(rates), "min": min(rates), "max": max(rates), "n": len(rates)}
+    return {"gb_per_s": rate, "round_trip_ms": 1e3 * trip}
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Each way: GB/s from the call to the last byte in place, and the time of a request for 4 KiB and its answer."""
+    """Each way: GB/s from the call to the last byte in place, and the time of a request for 4 KiB and its answer; or why not."""
     out: dict[str, Any] = {}
     for way in ("window", "ipc", "tcp+curve", *args.also):
         folder = make_folder()
         try:
-            curves: list[Curve | None] = [None, None]
-            if way == "tcp+curve":
-                keys, allowed = folder / "keys", folder / "allowed"
-                keys.mkdir()
-                allowed.mkdir()
-                secrets = []
-                for name in ("source", "sink"):
-                    public, secret = make_keys(keys, name)
-                    shutil.copy(public, allowed)
-                    secrets.append(secret)
-                curves = [Curve(s, allowed) for s in secrets]
-            address = f"ipc://{folder}/source" if way != "tcp+curve" else "tcp://127.0.0.1:0"
-            ours, theirs = mp.get_context("spawn").Pipe()
-            child = mp.get_context("spawn").Process(
-                target=_serve, args=(theirs, address, curves[0], args.mib << 20, way, args.device)
-            )
-            child.start()
-            bound, key = ours.recv()
-            rates, trip = asyncio.run(_fetch(Peer(bound, key), folder, curves[1], args, way))
-            ours.send(None)
-            child.join(10)
-            rate = {"median": statistics.median(rates), "min": min(rates), "max": max(rates), "n": len(rates)}
-            out[way] = {"gb_per_s": rate, "round_trip_ms": 1e3 * trip}
+            out[way] = _between(args, way, folder)
+        except (RuntimeError, OSError, EOFError) as e:
+            out[way] = {"failed": f"{type(e).__name__}: {e}"}
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     return out
@@ -136,6 +156,7 @@ def main() -> None:
         "device": args.device,
     }
     print(json.dumps({"ways": result, **settings, "machine": machine()}))
+    sys.exit(any("failed" in told for told in result.values()))
 
 
 if __name__ == "__main__":

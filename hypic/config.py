@@ -20,7 +20,7 @@ OFFICIAL_SEPARATOR = "<<PIC_SEP>>"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30, "t": 10**12, "ti": 2**40}
 
 _OTHER_VARIABLES = {
-    "HYPIC_CPU", "HYPIC_CACHE", "HYPIC_API_KEY",
+    "HYPIC_CPU", "HYPIC_CACHE", "HYPIC_API_KEY", "HYPIC_DUMMY_HORIZON",
     *(f"HYPIC_ROUTER_{name}" for name in ("BIND", "COSTS", "POLICY", "STATUS", "TOKEN")),
 }  # fmt: skip
 """Read elsewhere."""

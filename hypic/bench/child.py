@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from hypic.bench import dummy
 from hypic.bench.client import Client
 from hypic.bench.result import EngineRun
 from hypic.bench.suites import SUITES, Plan, require_warm
@@ -22,7 +23,7 @@ SETTINGS = (
     "attention_backend", "prefill_attention_backend", "decode_attention_backend", "linear_attn_backend", "dtype",
     "load_format", "page_size", "chunked_prefill_size", "max_prefill_tokens", "context_length", "tp_size",
     "mem_fraction_static", "max_running_requests", "max_total_tokens", "mamba_radix_cache_strategy",
-    "cuda_graph_backend_prefill", "disable_overlap_schedule",
+    "cuda_graph_backend_prefill", "disable_overlap_schedule", "dummy_decays",
 )  # fmt: skip
 
 
@@ -46,7 +47,11 @@ def launched(argv: list[str]) -> Iterator[tuple[Any, dict[str, Any], float]]:
     engine = Engine(server_args=server_args)
     try:
         ready = time.perf_counter() - began
-        yield engine, {k: getattr(engine.server_args, k) for k in SETTINGS if hasattr(engine.server_args, k)}, ready
+        settings = {k: getattr(engine.server_args, k) for k in SETTINGS if hasattr(engine.server_args, k)}
+        if dummy.horizon():
+            settings["dummy_decays"] = dummy.require_decays(engine.get_server_info())
+            print(dummy.told(settings["dummy_decays"]), flush=True)
+        yield engine, settings, ready
     finally:
         engine.shutdown()
 

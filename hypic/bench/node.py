@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 import torch
 
-from hypic.bench import node_report
+from hypic.bench import dummy, node_report
 from hypic.bench.agreement import compare
 from hypic.bench.provenance import machine, versions
 from hypic.bench.result import BenchResult
@@ -88,6 +88,7 @@ class Node:
         self._cpu = wants_cpu(argv, os.environ)
         _look_around(0 if self._cpu else args.workers)
         os.environ.update(self._config.to_env() | ({CPU_MODE: "1"} if self._cpu else {}))
+        os.environ.update(dummy.environment(argv, environ=os.environ))
         if self._cpu:
             set_environment(os.environ, flag_value(argv, "--dtype"))
         self._args, self.out = args, Path(args.out)

@@ -52,6 +52,7 @@ def run_bench(
     selfcheck: bool,
     say: Callable[[str], None],
     keep: Callable[[BenchResult], None] = lambda _: None,
+    inherited: Mapping[str, str] | None = None,
 ) -> BenchResult:
     """Time `plan` on every engine.
 
@@ -60,11 +61,12 @@ def run_bench(
         engines: of "stock" and "hypic". baselines: flags on top of `argv`, each for one more stock engine.
         cpu: use CPU mode. selfcheck: refuse to time a hypic whose self-check fails.
         say: gets lines of progress. keep: gets what there is after each engine, so that nothing timed is lost.
+        inherited: more environment variables of all engines (`hypic.bench.dummy.environment`).
 
     Raises:
         BenchError: the self-check failed, or an engine ended without a result.
     """
-    environ = dict(os.environ) | ({CPU_MODE: "1"} if cpu else {})
+    environ = dict(os.environ) | ({CPU_MODE: "1"} if cpu else {}) | dict(inherited or {})
     if cpu:
         set_environment(environ, flag_value(argv, "--dtype"))
     checks = check_first(argv, environ | config.to_env(), say) if selfcheck and "hypic" in engines else {}

@@ -28,7 +28,7 @@ T = TypeVar("T")
 DECODE_TOKENS = 128
 ORDINARY_TOKENS = 2048
 THROUGHPUT = (16, 1024, 64)
-"""Requests at once, tokens of each prompt, tokens of each answer."""
+"""Requests at once, tokens of each prompt (at most the workload's), tokens of each answer."""
 TOGETHER = (1, 2, 4, 8)
 MAX_SCALE_TOKENS = 1 << 18
 
@@ -79,6 +79,7 @@ def ttft(client: Client, plan: Plan) -> Iterator[Timing]:
 
 def _throughput(client: Client, prompts: Prompts, reps: int) -> Timing:
     at_once, prompt, answer = THROUGHPUT
+    prompt = min(prompt, prompts.workload.tokens)
 
     def rate() -> float:
         _, seconds = client.ask_together([(prompts.tokens(prompt), []) for _ in range(at_once)], answer)

@@ -56,6 +56,14 @@ def bench(
     baseline: Annotated[
         list[str] | None, typer.Option(help="Flags of one more stock engine, such as '--attention-backend flashinfer'.")
     ] = None,
+    dummy_horizon: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="With --load-format dummy: tokens over which all heads of linear layers remember: building T then costs "
+            "the most. 0 leaves them as SGLang draws them: all forget at once, and T costs nothing. Default 16384.",
+        ),
+    ] = None,
     no_selfcheck: Annotated[
         bool, typer.Option("--no-selfcheck", help="Time hypic without proving it right under these flags first.")
     ] = False,
@@ -71,8 +79,10 @@ def bench(
     (--tp-alternative N) on N; whether several workers answer as one does.
 
     Times are TTFT from generate(input_ids) to the first token. First hypic's self-check runs on a tiny model under the
-    same flags; if it fails, nothing is timed. `--load-format dummy` measures a shape without its weights.
+    same flags; if it fails, nothing is timed. `--load-format dummy` measures a shape without its weights, with heads of linear
+    layers that remember (`--dummy-horizon`).
     """
+    from hypic.bench import dummy
     from hypic.bench.report import plot, tables
     from hypic.bench.runner import BenchError, run_bench
 
@@ -96,6 +106,10 @@ def bench(
         raise typer.BadParameter(str(e)) from None
     work = Workload(system, segments, segment_tokens, query, reps, seed)
     grid = [(n, m) for n in many for m in long if system + n * m + query <= MAX_SCALE_TOKENS]
+    try:
+        inherited = dummy.environment(argv, dummy_horizon)
+    except ValueError as e:
+        raise typer.BadParameter(f"--dummy-horizon: {e}") from None
     plan = Plan(tuple(wanted), work, config.seam_window, tuple(grid), at_once, scatter)
     if out:
         try:
@@ -113,6 +127,7 @@ def bench(
             selfcheck=not no_selfcheck,
             say=lambda line: console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True),
             keep=lambda part: _write(out, part) if out else None,
+            inherited=inherited,
         )
     except BenchError as e:
         console.print(f"hypic bench: {e}", style="red", markup=False)

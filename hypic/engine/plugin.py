@@ -1,10 +1,13 @@
 """Entry point of the plugin (group `sglang.srt.plugins`) and its hook table: every place where SGLang is hooked.
 
 Read this file to know what differs from stock SGLang. Nothing else is patched, except the request models of the HTTP
-front end, which `hypic.engine.http.prepare` extends before SGLang's server module is imported.
+front end, which `hypic.engine.http.prepare` extends before SGLang's server module is imported, and, in benchmarks with dummy
+weights, what `hypic.bench.dummy` does to those.
 """
 
 from __future__ import annotations
+
+import os
 
 from hypic.config import from_env
 from hypic.engine import admission, forward, http, latent, lifecycle, model_classes
@@ -100,7 +103,12 @@ def table() -> HookTable:
 
 
 def activate() -> None:
-    """Called by SGLang in every process that loads plugins. Does nothing unless HYPIC_ENABLED=1."""
+    """Called by SGLang in every process that loads plugins. Does nothing unless HYPIC_ENABLED=1, or a benchmark asks for dummy
+    weights that remember."""
+    if os.environ.get("HYPIC_DUMMY_HORIZON"):
+        from hypic.bench import dummy
+
+        dummy.register()
     if from_env().enabled:
         table().register()
         model_classes.offer()

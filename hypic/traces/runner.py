@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from hypic.bench import dummy
 from hypic.bench.provenance import machine, versions
 from hypic.bench.runner import check_first
 from hypic.commands.serve import flag_value
@@ -95,7 +96,7 @@ def replay(
     Raises:
         BenchError, ReplayError: the self-check failed, or an engine ended without a result.
     """
-    environ = dict(os.environ) | ({CPU_MODE: "1"} if cpu else {})
+    environ = dict(os.environ) | ({CPU_MODE: "1"} if cpu else {}) | dummy.environment(argv)
     if cpu:
         set_environment(environ, flag_value(argv, "--dtype"))
     before = {e.name: e for e in result.engines}

@@ -118,24 +118,24 @@ def test_a_model_that_is_not_there_and_an_unknown_flag_end_at_once(tmp_path: Pat
 
 
 def test_for_real(tiny_model: Any, tmp_path: Path) -> None:
-    options = "--engines hypic --suites kernels,ttft,concurrency --segments 2 --segment-tokens 80 --system 3 --query 5 --reps 1"
-    command = [
-        "bench",
-        str(tiny_model("llama")),
-        *options.split(),
-        "--together",
-        "2",
-        "--no-selfcheck",
-        "--out",
-        str(tmp_path),
-    ]
-    done = CliRunner().invoke(app, command)
+    """On a hybrid with dummy weights, which remember on both engines, and are served from artifacts."""
+    options = (
+        "--suites kernels,ttft,concurrency --segments 2 --segment-tokens 80 --system 3 --query 5 --reps 1 --together 2"
+    )
+    command = ["bench", str(tiny_model("qwen35")), *options.split(), "--no-selfcheck", "--load-format", "dummy"]
+    done = CliRunner().invoke(app, [*command, "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "bench.json").read_text())
-    engine, kernels = result["engines"]
-    spent = [t for t in kernels["timings"] if t["case"].startswith("compile: ")]
+    stock, engine, kernels = result["engines"]
+    for run in (stock, engine):
+        found = run["settings"]["dummy_decays"]
+        assert found["horizon"] == 16384 and found["layers"] == 3
+        assert found["least"] == pytest.approx(-0.01, rel=0.01) and found["most"] == pytest.approx(-10, rel=0.01)
+    assert "the heads of 3 linear layers remember" in " ".join(done.output.split())
+    timings = [Timing(**t) for t in kernels["timings"]]
     (cold,) = next(t["values"] for t in engine["timings"] if t["case"] == "cold")
-    assert result["artifact_share"] == pytest.approx(sum(t["values"][0] for t in spent) / cold)
+    spent = compile_milliseconds(timings, Workload(**result["workload"]))
+    assert spent is not None and result["artifact_share"] == pytest.approx(spent / cold)
     cases = {t["case"]: t for t in engine["timings"]}
     assert list(cases) == ["cold", "warm", "turn", "ordinary", "decode", "throughput", "warm, 2 at once"]
     assert all(len(t["values"]) == 1 and t["values"][0] > 0 for t in cases.values())

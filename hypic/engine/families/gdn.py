@@ -44,6 +44,11 @@ class GdnLayer(LinearLayer):
             )
         )
 
+    @property
+    def gates(self) -> tuple[Tensor, Tensor]:
+        """A_log [HV] and dt_bias [HV], or [HV, K] where each channel has a gate: the model's own, not copies."""
+        return self._parameters["A_log"], self._parameters["dt_bias"]
+
     def chain(self, inputs: Inputs, at: Memory, plan: ChainPlan, out: Tensor) -> None:
         assert at.conv is not None
         gdn_chain(

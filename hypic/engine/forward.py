@@ -91,6 +91,8 @@ class LinkRuntime:
         """None: K does not depend on positions."""
         self.seam_attention = False
         """Full attention of linked rows through our kernel instead of an expanded view."""
+        self.solved = False
+        """T comes out of what SGLang's pass solves, see engine.solved_chunks."""
         self.off: str | None = None
         """Why PIC is off for this model, or None."""
         self.weights_listeners: list[Callable[[], None]] = []

@@ -19,6 +19,7 @@ from hypic.artifact.arena import Arena
 from hypic.artifact.store import ArtifactStore
 from hypic.config import HypicConfig, from_env, unread
 from hypic.engine import audit, keys, model, objections, support
+from hypic.engine.families import family
 from hypic.engine.forward import LinkRuntime
 from hypic.engine.manager import LinkManager
 from hypic.engine.metrics import EngineMetrics
@@ -93,6 +94,9 @@ def attach_runtime(_: Any, model_runner: Any) -> None:
 
         rotary = find_rotary(model_runner.model, layout.full.layer_ids, model_runner.model_config.context_len)
     runtime.attach(model_runner, layout, rotary)
+    if layout.linear is not None and runtime.off is None:
+        linear = family(layout.linear.family)
+        runtime.solved = linear.keeps_solved_chunks(model_runner, layout.linear, proof=config.start_check)
     smallest = layout.payload_bytes(max(config.min_segment - config.seam_window, 0))
     if smallest > runtime.arena.buffer.numel():
         logger.warning(

@@ -16,6 +16,7 @@ from torch import Tensor
 from hypic.engine.batch import Stage, linear_stages
 from hypic.engine.families.base import Inputs, LinearLayer, Memory
 from hypic.engine.linear_compile import CompileStep, on_device
+from hypic.engine.solved_chunks import kept
 from hypic.kernels.chain_plans import ChainPlan
 
 if TYPE_CHECKING:
@@ -66,6 +67,16 @@ class _Step:
         self.metadata = backend.forward_metadata
 
 
+def _places(stage: Stage, rows: list[int]) -> list[int]:
+    """Where the rows, all of them native in this stage, begin among the tokens of its native pass."""
+    starts: dict[int, int] = {}
+    at = 0
+    for n in stage.natives:
+        starts.setdefault(n.row, at)
+        at += n.length
+    return [starts[row] for row in rows]
+
+
 class LinkedLinear:
     """Mixin in front of SGLang's backend of a family, which calls run_layer from where SGLang calls the backend."""
 
@@ -87,7 +98,9 @@ class LinkedLinear:
         self._compile: CompileStep | None = None
         if rows := sorted(plan.batch.compiles):
             compiles, tokens = [plan.batch.compiles[r] for r in rows], [int(plan.tokens[r]) for r in rows]
-            self._compile = CompileStep(compiles, tokens, slots[on_device(rows, slots.device)], linear)
+            where = slots[on_device(rows, slots.device)]
+            native = _places(stages[0], rows) if self.hypic_runtime.solved else None
+            self._compile = CompileStep(compiles, tokens, where, linear, native)
 
     def run_layer(
         self,
@@ -107,7 +120,7 @@ class LinkedLinear:
         Returns:
             outputs [T, H, V], in ``out`` or in the native kernel's own tensor.
         """
-        at = self._memory(layer_id)
+        at, chunks = self._memory(layer_id), None
         if self._compile is not None:
             self._compile.before(layer, inputs, at, out)
         for step in self._steps:
@@ -115,20 +128,26 @@ class LinkedLinear:
                 layer.chain(inputs, at, step.chain, out)
             if step.native is not None:
                 self.forward_metadata = step.metadata
-                if step.tokens is None:
-                    out = native(step.native, inputs).view(out.shape)
-                else:
-                    t = step.tokens
-                    part = native(step.native, tuple(x[t] for x in inputs))
-                    out.index_copy_(0, t, part.view(-1, *out.shape[1:]).to(out.dtype))
+                with kept(step is self._steps[0] and self._keeps_chunks) as solved:
+                    if step.tokens is None:
+                        out = native(step.native, inputs).view(out.shape)
+                    else:
+                        t = step.tokens
+                        part = native(step.native, tuple(x[t] for x in inputs))
+                        out.index_copy_(0, t, part.view(-1, *out.shape[1:]).to(out.dtype))
+                chunks = solved[0] if solved else chunks
             if step.checkpoints is not None:
                 source, target = step.checkpoints
                 for pool in (at.state, at.conv):
                     if pool is not None:
                         pool[target] = pool[source]
         if self._compile is not None:
-            self._compile.after(layer, at)
+            self._compile.after(layer, at, chunks)
         return out
+
+    @property
+    def _keeps_chunks(self) -> bool:
+        return self._compile is not None and self._compile.needs_chunks
 
     def _memory(self, layer_id: int) -> Memory:
         runtime, layout = self.hypic_runtime, self.hypic_runtime.layout

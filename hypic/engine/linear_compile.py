@@ -4,8 +4,8 @@ SGLang's own kernel computes compiling rows whole, in their slots. Around it, pe
 
 1. before it, while the slots still hold the rows' earlier states and windows: T of the interiors, and the states h_w
    after the seams, which run once more through the chain kernel on scratch slots;
-2. after it: S = h_end - h_w T and the conv window of every row that ends. Where a segment takes several forward passes,
-   h_w waits in the blob's S region.
+2. after it: T instead, where that pass leaves what T is made of (engine.solved_chunks); S = h_end - h_w T and the conv
+   window of every row that ends. Where a segment takes several forward passes, h_w waits in the blob's S region.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from hypic.engine.families.base import Inputs, LinearLayer, Memory
 from hypic.kernels._common import to_device
 from hypic.kernels.chain_plans import ChainItem, ChainPlan
 from hypic.kernels.compile_plans import IN_BLOB, NO_STATE, EndStatesPlan, TransitionPlan
+from hypic.kernels.gdn_solved import SolvedChunks, SolvedPlan
 
 if TYPE_CHECKING:
     from hypic.engine.batch import CompileRow
@@ -32,22 +33,37 @@ class CompileStep:
     Args:
         rows: the rows. tokens: where each begins in the batch. slots: their state slots, on the device.
         linear: shapes of a layer.
+        native: where each row begins among the tokens of the native kernel's pass, if T is made of what that solves.
     """
 
-    def __init__(self, rows: list[CompileRow], tokens: list[int], slots: Tensor, linear: LinearShape):
+    def __init__(
+        self,
+        rows: list[CompileRow],
+        tokens: list[int],
+        slots: Tensor,
+        linear: LinearShape,
+        native: list[int] | None = None,
+    ):
         device = slots.device
         self._tail_bases = [c.compile.artifact.base for c in rows if c.last]
         self._tail_slots = slots[on_device([i for i, c in enumerate(rows) if c.last], device)]
-        self._transition = TransitionPlan.build(
-            seq_tok=tokens,
-            seq_len=[c.end - c.begin for c in rows],
-            seq_skip=[min(max(c.compile.seam_window - c.begin, 0), c.end - c.begin) for c in rows],
-            seq_slot=slots,
-            seq_fresh=[c.begin == 0 for c in rows],
-            blob=[c.compile.artifact.base for c in rows],
-            first=[c.begin <= c.compile.seam_window for c in rows],
-            device=device,
-        )
+        length, skip = [c.end - c.begin for c in rows], [seam_tokens(c) for c in rows]
+        blob, first = [c.compile.artifact.base for c in rows], [c.begin <= c.compile.seam_window for c in rows]
+        self._transition: TransitionPlan | None = None
+        self._solved: SolvedPlan | None = None
+        if native is not None:
+            self._solved = SolvedPlan.build(tok=native, length=length, skip=skip, blob=blob, first=first, device=device)
+        else:
+            self._transition = TransitionPlan.build(
+                seq_tok=tokens,
+                seq_len=length,
+                seq_skip=skip,
+                seq_slot=slots,
+                seq_fresh=[c.begin == 0 for c in rows],
+                blob=blob,
+                first=first,
+                device=device,
+            )
         self._plan_seams(rows, tokens, slots, linear)
         self._plan_end_states(rows, slots)
 
@@ -92,13 +108,19 @@ class CompileStep:
             device=slots.device,
         )
 
+    @property
+    def needs_chunks(self) -> bool:
+        """Whether T is made of what the native pass solves."""
+        return self._solved is not None
+
     def before(self, layer: LinearLayer, inputs: Inputs, at: Memory, out: Tensor) -> None:
         """Before the native kernel moves states and windows on.
 
         Args:
             out: [T, H, V]; the chain's outputs of seam tokens land there, for the native kernel to overwrite.
         """
-        layer.transition(inputs, at, self._transition)
+        if self._transition is not None:
+            layer.transition(inputs, at, self._transition)
         scratch = replace(at, conv=self._windows if at.conv is not None else None, state=self._states)
         if self._begun is not None:
             source, target = self._begun
@@ -107,8 +129,11 @@ class CompileStep:
                 self._windows[target] = at.conv[source]
         layer.chain(inputs, scratch, self._seams, out)
 
-    def after(self, layer: LinearLayer, at: Memory) -> None:
-        """After the native kernel left end states and windows in the slots."""
+    def after(self, layer: LinearLayer, at: Memory, chunks: SolvedChunks | None = None) -> None:
+        """After the native kernel left end states and windows in the slots, and ``chunks``, if that is what T is made of."""
+        if self._solved is not None:
+            assert chunks is not None
+            layer.transition_solved(chunks, at, self._solved)
         layer.end_states(self._states, at, self._end_states)
         if self._tail_bases and at.conv is not None:
             tails = at.conv[self._tail_slots]
@@ -121,6 +146,11 @@ class CompileStep:
 def on_device(rows: list[int], device: torch.device) -> Tensor:
     """An index on the device; unlike indexing with a list, making it does not wait for the stream."""
     return to_device({"rows": rows}, device)["rows"]
+
+
+def seam_tokens(row: CompileRow) -> int:
+    """Leading tokens of this batch's part of the row that belong to its seam."""
+    return min(max(row.compile.seam_window - row.begin, 0), row.end - row.begin)
 
 
 def completes_seam(row: CompileRow) -> bool:

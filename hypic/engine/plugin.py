@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 
 from hypic.config import from_env
-from hypic.engine import admission, forward, http, latent, lifecycle, model_classes
+from hypic.engine import admission, forward, http, latent, lifecycle, model_classes, solved_chunks
 from hypic.engine.hook import Hook, HookTable
+from hypic.platform_cpu import cpu_mode
 
 _M = "sglang.srt.managers"
 _C = "sglang.srt.mem_cache"
@@ -90,6 +91,11 @@ SCHEDULER_HOOKS: tuple[Hook, ...] = (
          ("logprobs", "token_ids_logprobs")),
 )  # fmt: skip
 
+GPU_HOOKS: tuple[Hook, ...] = (
+    Hook(solved_chunks.TARGET, "after", solved_chunks.keep,
+         "T of an interior is made of what SGLang's pass over its tokens solves anyway", ("k", "v", "g", "beta")),
+)  # fmt: skip
+"""Where CPU mode has no kernel to hook."""
 
 _table: HookTable | None = None
 
@@ -98,7 +104,7 @@ def table() -> HookTable:
     """The plugin's hooks, those of the HTTP front end included. One table a process."""
     global _table
     if _table is None:
-        _table = HookTable("hypic", (*SCHEDULER_HOOKS, *http.hooks()))
+        _table = HookTable("hypic", (*SCHEDULER_HOOKS, *(() if cpu_mode() else GPU_HOOKS), *http.hooks()))
     return _table
 
 

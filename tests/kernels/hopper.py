@@ -31,6 +31,7 @@ from hypic.kernels import (
     gdn_inputs,
     gdn_keys,
     gdn_solve,
+    gdn_solved,
     gdn_transition,
     lightning_chain,
     mamba2_chain,
@@ -55,6 +56,7 @@ KERNELS = {
     gdn_keys: ["_keys_kernel"],
     gdn_solve: ["_solve_kernel", "_solve_channels_kernel"],
     gdn_transition: ["_forget_kernel", "_advance_kernel"],
+    gdn_solved: ["_solved_kernel"],
     gdn_end_states: ["_end_states_kernel"],
     conv_runs: ["_convolve_kernel"],
     mamba2_chain: ["_chain_kernel"],
@@ -178,6 +180,18 @@ def compile_all(
             k, g, beta = gdn_keys.gdn_keys(inputs, a, b, **layer, plan=transition, impl="triton")
             gdn_transition.gdn_transition(
                 k, g, beta, arena=arena, t_off=256, state_dtype=state_dtype, plan=transition, impl="triton"
+            )
+        if not channel_gates:
+            chunks = [torch.empty(n, hk, dk, **bf16), torch.empty(n, hv), torch.empty(n, hv)]
+            chunks += [torch.empty(n, hv, dk, **bf16), torch.empty(n, hv, 64, **bf16)]
+            solved = gdn_solved.SolvedPlan.build(tok=[0], length=[n], skip=[8], blob=[0], first=[True], device="cpu")
+            gdn_solved.gdn_transition_solved(
+                gdn_solved.SolvedChunks(*chunks),
+                arena=arena,
+                t_off=256,
+                state_dtype=state_dtype,
+                plan=solved,
+                impl="triton",
             )
         end_states = gdn_end_states.EndStatesPlan.build(slot=[0], seam=[0], ends=[True], blob=[0], device="cpu")
         gdn_end_states.gdn_end_states(*[torch.empty(2, hv, dv, dk)] * 2, **offsets, plan=end_states, impl="triton")

@@ -16,6 +16,7 @@ from hypic.kernels._triton import Precision
 from hypic.kernels.chain_plans import ChainPlan
 from hypic.kernels.compile_plans import EndStatesPlan, TransitionPlan
 from hypic.kernels.decay_end_states import decay_end_states
+from hypic.kernels.gdn_solved import SolvedChunks, SolvedPlan
 
 Inputs = tuple[Tensor, ...]
 """What a layer computes from: projections of the batch's tokens, each with the tokens as its first dimension."""
@@ -59,6 +60,10 @@ class LinearLayer(ABC):
     @abstractmethod
     def transition(self, inputs: Inputs, at: Memory, plan: TransitionPlan) -> None:
         """Write T of compiling interiors into their blobs; called before anything moves the slots on."""
+
+    def transition_solved(self, chunks: SolvedChunks, at: Memory, plan: SolvedPlan) -> None:
+        """The same out of what the native kernel solved in its pass; called after it, by families that know how."""
+        raise NotImplementedError
 
     @abstractmethod
     def end_states(self, seam_states: Tensor, at: Memory, plan: EndStatesPlan) -> None:
@@ -119,6 +124,10 @@ class Family(ABC):
 
     def check_model(self, model: Any, max_position: int) -> None:  # noqa: B027 (most families have nothing to add)
         """Raise CannotRelocate where the loaded model is not what the family's kernels compute."""
+
+    def keeps_solved_chunks(self, model_runner: Any, shape: LinearShape, proof: bool) -> bool:
+        """Whether T comes out of what SGLang's own pass solves, see engine.solved_chunks. ``proof``: try it first."""
+        return False
 
     def shape(
         self,

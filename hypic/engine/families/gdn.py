@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from hypic.artifact.layout import LinearShape
+from hypic.engine import solved_chunks
 from hypic.engine.families.base import Family, Inputs, LinearLayer, Memory
 from hypic.engine.linear import LinkedLinear
 from hypic.kernels.chain_plans import ChainPlan
@@ -14,6 +16,7 @@ from hypic.kernels.compile_plans import EndStatesPlan, TransitionPlan
 from hypic.kernels.gdn_chain import gdn_chain
 from hypic.kernels.gdn_end_states import gdn_end_states
 from hypic.kernels.gdn_keys import gdn_keys
+from hypic.kernels.gdn_solved import SolvedChunks, SolvedPlan, gdn_transition_solved
 from hypic.kernels.gdn_transition import gdn_transition
 
 
@@ -65,6 +68,11 @@ class GdnLayer(LinearLayer):
             impl=self._impl,
         )  # fmt: skip
 
+    def transition_solved(self, chunks: SolvedChunks, at: Memory, plan: SolvedPlan) -> None:
+        gdn_transition_solved(
+            chunks, arena=at.arena, t_off=at.t_off, plan=plan, state_dtype=at.state_dtype, impl=self._impl
+        )
+
     def end_states(self, seam_states: Tensor, at: Memory, plan: EndStatesPlan) -> None:
         gdn_end_states(
             at.state, seam_states, arena=at.arena, t_off=at.t_off, s_off=at.s_off, plan=plan,
@@ -106,6 +114,13 @@ class Gdn(Family):
     def layers(self, model: Any) -> dict[int, LinearLayer]:
         modules = [m for m in model.modules() if type(m).__name__ == "RadixLinearAttention"]
         return {m.layer_id: GdnLayer.of(m) for m in modules}
+
+    def keeps_solved_chunks(self, model_runner: Any, shape: LinearShape, proof: bool) -> bool:
+        backend = model_runner.attn_backend.linear_attn_backend
+        if not solved_chunks.usable(backend):
+            return False
+        layer = next(m for m in model_runner.model.modules() if type(m).__name__ == "RadixLinearAttention")
+        return not proof or solved_chunks.agrees(shape, layer.num_k_heads, model_runner.dtype, backend.device)
 
 
 FAMILY = Gdn()

@@ -97,6 +97,8 @@ def attach_runtime(_: Any, model_runner: Any) -> None:
     if layout.linear is not None and runtime.off is None:
         linear = family(layout.linear.family)
         runtime.solved = linear.keeps_solved_chunks(model_runner, layout.linear, proof=config.start_check)
+        if runtime.solved:
+            logger.info("hypic: T of interiors is made of what SGLang's own pass over them solves")
     smallest = layout.payload_bytes(max(config.min_segment - config.seam_window, 0))
     if smallest > runtime.arena.buffer.numel():
         logger.warning(

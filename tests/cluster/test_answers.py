@@ -237,7 +237,7 @@ def test_adapters_are_those_of_all_workers(cluster: Cluster, names: Names, write
             assert {s["worker"] for s in segments(alone["meta_info"])} == {None}
             assert "a" in {model["id"] for model in cluster.worker(name).http.get("/v1/models").json()["data"]}
             same_answer(answer, alone)
-        (one,) = names.register(write.tokens(80), model="m:a", pin=True)
+        (one,) = names.register(write.tokens(80), model="default:a", pin=True)
         assert (one["status"], one["pinned"]) == ("ready", True)
         assert cluster.metrics().since(before)["router_unshared_total{reason=adapter}"] == 2
     finally:

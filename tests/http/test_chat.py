@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -299,7 +300,7 @@ def test_marks_without_a_segment(chat: Callable[..., Chat], messages: Any, reaso
     assert c.text(adapted) == c.text(c.stock(messages))
 
 
-@pytest.mark.parametrize("odd", [None, "segment", 5, [], {}, {"type": "ephemeral", "ttl": "1h"}, {"type": None}])
+@pytest.mark.parametrize("odd", [None, "ephemeral", 5, [], {}, {"type": "ephemeral", "ttl": "1h"}, {"type": None}])
 def test_other_cache_controls_are_ignored(chat: Callable[..., Chat], odd: Any) -> None:
     messages = [user(part("a", cache_control=odd), cache_control=odd), {"role": "system", "content": "b", **EPHEMERAL}]
     tools = [{**TOOLS[0], "cache_control": odd}]
@@ -310,10 +311,21 @@ def test_other_cache_controls_are_ignored(chat: Callable[..., Chat], odd: Any) -
     assert adapted == c.stock(messages, tools=tools)
 
 
-@pytest.mark.parametrize("odd", ["Segment", "segments", " segmnt", "SEGMENT"])
-def test_a_misspelt_mark_is_an_error(chat: Callable[..., Chat], odd: str) -> None:
-    with pytest.raises(BadRequest, match=f"no type '{odd}'; did you mean 'segment'"):
-        chat("parts").convert([user(part("a", cache_control={"type": odd}), part("Q"))])
+@pytest.mark.parametrize(
+    "odd",
+    [
+        *({"type": word} for word in ("Segment", "segments", " segmnt", "SEGMENT")),
+        "segment",
+        ["segment"],
+        {"typ": "segment"},
+        {"segment": True},
+        {"type": "ephemeral", "kind": "segment", "id": "x" * 100},
+    ],
+)
+def test_a_mark_that_is_written_wrong_is_an_error(chat: Callable[..., Chat], odd: Any) -> None:
+    shown = re.escape(repr(odd)[:60])
+    with pytest.raises(BadRequest, match=shown + r'(\.\.\.)? marks nothing; did you mean \{"type": "segment"\}\?'):
+        chat("parts").convert([user(part("a", cache_control=odd), part("Q"))])
 
 
 def test_same_document_twice(chat: Callable[..., Chat]) -> None:

@@ -158,9 +158,7 @@ def test_19_batch_of_texts(server: Server, text: TextWriter) -> None:
             assert [one["text"] for one in batch] == [one["text"] for one in alone]
 
 
-@pytest.mark.parametrize(
-    "mark", [{"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}, None, "segment", ["segment"]]
-)
+@pytest.mark.parametrize("mark", [{"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}, None, "ephemeral", ["x"]])
 def test_32_foreign_cache_control_is_ignored(server: Server, text: TextWriter, mark: Any) -> None:
     """On parts, messages and tools: the same answer as without, and no segment."""
     content = [{"type": "text", "text": text.document()}, {"type": "text", "text": text.words(4)}]

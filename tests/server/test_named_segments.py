@@ -96,7 +96,11 @@ def test_what_cannot_be_cached_has_an_id_and_a_reason(server: Server, names: Nam
         ({"segments": [{"input_ids": [-1]}]}, "at least 0"),
         ({"segments": [{"input_ids": [5] * 200_000}]}, "do not fit into a prompt"),
         ({"segments": [{"text": "a"}], "ttl": 0}, "greater than 0"),
+        ({"segments": [{"text": "a"}], "ttl": "60"}, "ttl: Input should be a valid number"),
         ({"segments": [{"text": "a"}], "tll": 1}, "Extra inputs"),
+        ({"segments": [{"text": "a"}], "pin": "yes"}, "pin: Input should be a valid boolean"),
+        ({"segments": [{"text": "a"}], "model": "another"}, "model 'another': this server has"),
+        ({"segments": [{"text": "a"}], "model": "another:a"}, "default:ADAPTER"),
     ],
 )
 def test_bad_registrations_say_what_is_wrong(server: Server, body: dict[str, Any], says: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
@@ -11,6 +11,8 @@ from hypic.engine.http.sentinel import Close, Item, Open, Sentinels, plain_text
 from hypic.segment import Piece, split_at
 
 _SEGMENT = "segment"
+_SHOWN = 60
+"""Characters of a mark that an error repeats."""
 
 
 class Place(NamedTuple):
@@ -139,7 +141,20 @@ def is_segment(marked: Any) -> bool:
         BadRequest: what is there is nearly that.
     """
     control = getattr(marked, "cache_control", None)
-    kind = control.get("type") if isinstance(control, dict) else None
-    if kind != _SEGMENT and isinstance(kind, str) and get_close_matches(kind.strip().lower(), [_SEGMENT], cutoff=0.75):
-        raise BadRequest(f"cache_control: no type {kind!r:.40}; did you mean {_SEGMENT!r}?")
-    return bool(kind == _SEGMENT)
+    if isinstance(control, dict) and control.get("type") == _SEGMENT:
+        return True
+    for word in _words(control):
+        if get_close_matches(word.strip().lower(), [_SEGMENT], cutoff=0.75):
+            shown = repr(control)
+            shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
+            raise BadRequest(f'cache_control: {shown} marks nothing; did you mean {{"type": "{_SEGMENT}"}}?')
+    return False
+
+
+def _words(control: Any) -> Iterator[str]:
+    """The strings of a JSON value that is not deep: where a mark could be that was written wrong."""
+    if isinstance(control, str):
+        yield control
+    elif isinstance(control, dict | list):
+        parts = (*control, *control.values()) if isinstance(control, dict) else control
+        yield from (part for part in parts if isinstance(part, str))

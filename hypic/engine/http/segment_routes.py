@@ -49,9 +49,13 @@ class RegisterSegments(BaseModel):
     model: str | None = Field(None, description="BASE:ADAPTER compiles under that LoRA adapter.")
     method: str | None = Field(None, description="The caching method to compile for; the server's default without it.")
     ttl: float | None = Field(
-        DEFAULT_TTL, gt=0, allow_inf_nan=False, description="Seconds they live after this and each use; null for ever."
+        DEFAULT_TTL,
+        gt=0,
+        strict=True,
+        allow_inf_nan=False,
+        description="Seconds they live after this and each use; null for ever.",
     )
-    pin: bool = Field(False, description="Never evict the artifacts.")
+    pin: bool = Field(False, strict=True, description="Never evict the artifacts.")
 
 
 class Segment(BaseModel):
@@ -183,9 +187,9 @@ async def register(body: RegisterSegments, held: Held, request: Request) -> Segm
 
     The same content (and tenant, and adapter) always has the same id. What is known already gets the new ttl.
     """
-    handler = request.app.state.openai_serving_chat
-    adapter = handler._resolve_lora_path(body.model, None) if body.model else None
+    base, adapter = request.app.state.openai_serving_chat._parse_model_parameter(body.model or "")
     async with _answered():
+        held.check_base(base)
         method = Options(method=body.method).method_of(held.methods)
         contents = [
             held.contents(c.input_ids or [] if c.text is None else c.text, f"segments[{i}]")

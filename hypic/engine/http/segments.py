@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from sglang.srt.entrypoints.openai.protocol import DEFAULT_MODEL_NAME
 from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.utils import TypeBasedDispatcher
 
@@ -65,6 +66,14 @@ class Segments:
         except UnicodeEncodeError as e:  # JSON can hold it; tokenizers raise errors that do not say so
             raise BadRequest(f"{where}.text: character {e.start} is a lone surrogate; send Unicode text") from None
         return array("i", SegmentTokenizer(self._manager.tokenizer, 0).plain_ids(content))
+
+    def check_base(self, model: str) -> None:
+        """Raise BadRequest if ``model``, without an adapter, is another one; "" is this server's."""
+        own = self._manager.served_model_name
+        if model not in ("", own, self._manager.model_path, DEFAULT_MODEL_NAME):
+            raise BadRequest(
+                f"model {model!r:.80}: this server has {own!r}; leave it out, or name an adapter: {DEFAULT_MODEL_NAME}:ADAPTER"
+            )
 
     def use(self, tenant: str, name: str) -> array[int]:
         """The tokens of a segment in a prompt. Raises UnknownSegment."""

@@ -54,15 +54,17 @@ def launch(
     workers of other hosts join (docs/ROUTER.md).
     """
     try:
-        layout = read_layout(args or [], workers, policy, costs)
-        status = asyncio.run(_run(layout, min(min_workers, workers) or workers, stagger))
+        layout = read_layout(args or [], workers, policy, costs, min_workers)
+        status = asyncio.run(_run(layout, stagger))
     except (ConfigError, CostsError, LaunchError, ServeError) as error:
         typer.secho(f"hypic launch: {error}", fg="red", err=True)
         raise typer.Exit(2) from None
     raise typer.Exit(status)
 
 
-def read_layout(args: list[str], workers: int, policy: str = "lpt", costs: Path | None = None) -> Layout:
+def read_layout(
+    args: list[str], workers: int, policy: str = "lpt", costs: Path | None = None, min_workers: int = 0
+) -> Layout:
     """What the command line asks for. Raises ConfigError, CostsError, LaunchError or ServeError."""
     if policy not in ("lpt", "round_robin"):
         raise LaunchError(f"--policy {policy}: write lpt or round_robin")
@@ -78,6 +80,8 @@ def read_layout(args: list[str], workers: int, policy: str = "lpt", costs: Path 
     tp, _ = split_tp(argv)
     if not tp.isdigit() or int(tp) < 1:
         raise LaunchError(f"--tp {tp}: a number of GPUs")
+    if min_workers > workers and not config.router.startswith("tcp://"):
+        raise LaunchError(f"--min-workers {min_workers}: there are {workers} (--workers), and none can join; lower it")
     return Layout(
         argv=tuple(argv),
         config=config,
@@ -86,10 +90,11 @@ def read_layout(args: list[str], workers: int, policy: str = "lpt", costs: Path 
         cpu=wants_cpu(argv, os.environ),
         policy=policy,
         costs=costs,
+        least=min_workers or workers,
     )
 
 
-async def _run(layout: Layout, least: int, stagger: bool) -> int:
+async def _run(layout: Layout, stagger: bool) -> int:
     """Until a signal comes. Raises LaunchError."""
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -109,7 +114,7 @@ async def _run(layout: Layout, least: int, stagger: bool) -> int:
             local=local,
             api_key=flag_value(layout.argv, "--api-key") or "",
         )
-        serving = asyncio.create_task(_serve(supervisor, least))
+        serving = asyncio.create_task(_serve(supervisor, layout.least))
         stop = asyncio.create_task(stopped.wait())
         await asyncio.wait((serving, stop), return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
@@ -126,9 +131,8 @@ async def _run(layout: Layout, least: int, stagger: bool) -> int:
 
 async def _serve(supervisor: Supervisor, least: int) -> None:
     await supervisor.start(least)
-    n = len(supervisor.workers)
     print(
-        f"hypic launch: {supervisor.front.process.http} is ready, {least} of {n} workers or more are alive",
+        f"hypic launch: {supervisor.front.process.http} is ready, {least} workers or more are alive",
         file=sys.stderr,
         flush=True,
     )

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TextIO
 
 import msgspec
 import psutil
@@ -123,8 +124,15 @@ def test_what_cannot_be_started(args: list[str], word: str, tmp_path: Path) -> N
         read_layout(["m"], 2, policy="random")
 
 
+def test_no_more_workers_are_waited_for_than_can_come() -> None:
+    assert [read_layout(["m"], 3, min_workers=n).least for n in (0, 2, 3)] == [3, 2, 3]
+    with pytest.raises(LaunchError, match="--min-workers 4: there are 3"):
+        read_layout(["m"], 3, min_workers=4)
+    assert read_layout(["m", "--hypic-router", "tcp://10.1.2.3:5570"], 1, min_workers=4).least == 4, "others join"
+
+
 def supervisor(
-    folder: Path, programs: Iterable[str], front: str = FRONT, out: io.StringIO | None = None, local: bool = True
+    folder: Path, programs: Iterable[str], front: str = FRONT, out: TextIO | None = None, local: bool = True
 ) -> Supervisor:
     (port,) = free_ports(1)
     env = dict(os.environ)
@@ -183,26 +191,33 @@ def test_a_front_for_workers_of_other_hosts_alone(folder: Path) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("who", ["router", "w1"])
-def test_what_never_comes_up_ends_the_launch_with_what_it_said(folder: Path, who: str) -> None:
+@pytest.mark.parametrize(("who", "elsewhere"), [("router", True), ("router", False), ("w1", True)])
+def test_what_never_comes_up_ends_the_launch_with_what_it_said(
+    folder: Path, who: str, elsewhere: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its words stand in the log; they are repeated only if errors go elsewhere than logs."""
     bad = "import sys, time; print('no such model', flush=True); time.sleep(1); sys.exit(3)"
+    log, errors = (tmp_path / "log").open("a"), (tmp_path / ("errors" if elsewhere else "log")).open("a")
+    monkeypatch.setattr(sys, "stderr", errors)
+    says = f"(?s){who} ended with status 3 before.*" + ("no such model" if elsewhere else "above$")
 
     async def main() -> None:
         s = supervisor(
             folder,
             [SLEEP, bad if who == "w1" else SLEEP],
             bad if who == "router" else FRONT.replace("BAD", who),
-            io.StringIO(),
+            log,
         )
         try:
             async with asyncio.timeout(60):
-                with pytest.raises(LaunchError, match=f"(?s){who} ended with status 3 before.*no such model"):
+                with pytest.raises(LaunchError, match=says):
                     await s.start(least=2)
         finally:
             await s.stop()
         assert len(s._tasks) == (3 if who == "w1" else 1), "nothing is started behind a front that cannot serve"
 
     asyncio.run(main())
+    assert (tmp_path / "log").read_text().count("no such model") == 1
 
 
 def test_a_signal_ends_the_command_and_removes_its_folder(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@ processes are real; in place of `hypic serve` they run a small server."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -86,6 +88,28 @@ def test_one_gpu_each_and_none_on_a_cpu(told: Path) -> None:
 def test_a_server_that_fails_is_quoted(told: Path) -> None:
     with pytest.raises(LaunchError, match="no such flag"), stock_servers(["--broken"], 2, cpu=True):
         pass
+
+
+@pytest.mark.parametrize(
+    ("fields", "ranks", "says"),
+    [
+        ({"num_attention_heads": 16, "num_key_value_heads": 2}, 8, None),
+        ({"num_attention_heads": 16, "num_key_value_heads": 16}, 8, None),
+        ({"num_attention_heads": 12, "num_key_value_heads": 4}, 8, "num_attention_heads is 12"),
+        ({"num_attention_heads": 24, "num_key_value_heads": 3}, 8, "num_key_value_heads is 3"),
+        ({"text_config": {"num_attention_heads": 8, "linear_num_key_heads": 4}}, 8, "linear_num_key_heads is 4"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 4}, 1, None),
+    ],
+)
+def test_a_shape_that_tp_cannot_cut_is_not_started(
+    told: Path, tmp_path: Path, fields: dict[str, object], ranks: int, says: str | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    argv = ["--model-path", str(tmp_path)]
+    refused = contextlib.nullcontext() if says is None else pytest.raises(LaunchError, match=f"{ranks} ranks: {says}")
+    with refused, stock_servers(argv, 1, cpu=True, tp=ranks):
+        pass
+    assert len(starts(told)) == (1 if says is None else 0)
 
 
 def test_a_signal_to_who_started_them_ends_them(told: Path) -> None:

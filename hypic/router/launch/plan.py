@@ -48,6 +48,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         tp: GPUs of each.
         cpu: no GPUs.
         policy, costs: of the router.
+        least: workers that must be alive at the start; above ``workers`` if others have to join.
     """
 
     argv: tuple[str, ...]
@@ -57,6 +58,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     cpu: bool = False
     policy: str = "lpt"
     costs: Path | None = None
+    least: int = 0
 
 
 def processes(layout: Layout, folder: Path, token: str, environ: Mapping[str, str]) -> tuple[Process, list[Process]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -19,6 +20,12 @@ from hypic.commands.serve import flag_value
 from hypic.processes import terminable
 from hypic.router.launch.plan import LOCAL, LaunchError, free_ports, split_tp, without
 from hypic.router.launch.running import end, log_end
+
+_KV_HEADS = "num_key_value_heads"
+_HEADS = (
+    "num_attention_heads", _KV_HEADS, "linear_num_key_heads", "linear_num_value_heads", "mamba_num_heads", "mamba_n_heads",
+)  # fmt: skip
+"""Fields of a config that TP divides."""
 
 
 @contextmanager
@@ -41,10 +48,12 @@ def stock_servers(
         stagger: start one once the one before it is ready.
 
     Raises:
-        LaunchError: one did not come up; the text has the end of its log.
+        LaunchError: one did not come up, and the text has the end of its log; or it could not.
     """
     given, rest = split_tp(argv)
     tp = int(given) if tp is None else tp
+    if (why := uncut(Path(flag_value(argv, "--model-path") or ""), tp)) is not None:
+        raise LaunchError(f"TP cannot cut this model into {tp} ranks: {why}")
     first = int(flag_value(argv, "--base-gpu-id") or 0)
     rest = without(rest, ("--base-gpu-id",))
     env = os.environ | {"HYPIC_ENABLED": "0"}
@@ -79,6 +88,23 @@ def stock_servers(
             _until_ready(url, process, log, deadline)
         yield urls
     shutil.rmtree(folder)
+
+
+def uncut(model: Path, ranks: int) -> str | None:
+    """Why TP cannot share the model's heads out evenly, by its config; None if it can, or there is no config here.
+
+    The rules are SGLang's: KV heads may be fewer than ranks, and are copied then.
+    """
+    try:
+        config = json.loads((model / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    text = config.get("text_config") or config
+    for name in _HEADS:
+        heads = text.get(name)
+        if isinstance(heads, int) and heads % ranks and (name != _KV_HEADS or ranks % heads):
+            return f"{name} is {heads}"
+    return None
 
 
 def _until_ready(url: str, process: subprocess.Popen[bytes], log: Path, deadline: float) -> None:

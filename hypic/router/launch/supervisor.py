@@ -40,7 +40,7 @@ class Child:
 
     def __init__(self, process: Process, out: TextIO, width: int, nursery: Nursery | None = None):
         self._nursery = nursery
-        self.process, self._out, self._prefix = process, out, f"{process.name:{width}} | "
+        self.process, self.out, self._prefix = process, out, f"{process.name:{width}} | "
         self.restarts = 0
         self.pid = 0
         """0 while it does not run."""
@@ -98,7 +98,7 @@ class Child:
         """Lines with the name in front."""
         while line := await _line(stream):
             self.last.append(line)
-            print(self._prefix + line, end="", file=self._out, flush=True)
+            print(self._prefix + line, end="", file=self.out, flush=True)
 
 
 class Supervisor:
@@ -198,9 +198,12 @@ class Supervisor:
             wait = min(2 * wait, _BACKOFF[1])
 
     def _fail(self, text: str, child: Child) -> None:
-        if not self.failed.done():
-            last = "".join(child.last)[-2000:].rstrip()
-            self.failed.set_exception(LaunchError(f"{text}\n{last}" if last else text))
+        """With what it said last, unless that stands right above."""
+        if self.failed.done():
+            return
+        if last := "".join(child.last)[-2000:].rstrip():
+            text += "; see above" if _one_place(child.out, sys.stderr) else f"\n{last}"
+        self.failed.set_exception(LaunchError(text))
 
     def _write_status(self) -> None:
         """For the front, which need not wait for a dead worker's heartbeats; a reader sees the old file or the new one."""
@@ -221,6 +224,14 @@ class Supervisor:
         await asyncio.wait((self.failed,), timeout=_POLL if len(self._up) <= len(self.workers) else 1.0)
         if self.failed.done():
             self.failed.result()
+
+
+def _one_place(*streams: TextIO) -> bool:
+    """Whether all are one file, terminal or pipe."""
+    try:
+        return len({(s.st_dev, s.st_ino) for s in (os.fstat(stream.fileno()) for stream in streams)}) == 1
+    except (OSError, ValueError):  # closed, or kept in memory
+        return False
 
 
 async def _ended(process: BaseProcess) -> int:

@@ -14,11 +14,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from hypic.commands.bench import TABLE_WIDTH
-from hypic.commands.flags import take_hypic_flags
-from hypic.commands.selfcheck import server_fields
+from hypic.commands.flags import server_fields, take_hypic_flags
 from hypic.commands.serve import ServeError, flag_value, sglang_argv, wants_cpu
 from hypic.config import ConfigError, from_env
-from hypic.eval.gates import GateError, Verdict, judge, methods_of
+from hypic.eval.gates import GateError, Verdict, check, check_level, judge, methods_of
 from hypic.eval.gates import load as load_gates
 from hypic.eval.methods import METHODS, Method, MethodError, choose
 from hypic.platform_cpu import CPU_MODE
@@ -48,7 +47,8 @@ def evaluate(
         typer.Option("--served/--reference", help="On SGLang's engine, or in plain torch, which knows all methods."),
     ] = False,
     gates: Annotated[
-        str | None, typer.Option(help="almanac, or a TOML or JSON file: exit with 1 if one is missed.")
+        str | None,
+        typer.Option(help="almanac (at its hardest level), or a TOML or JSON file: exit with 1 if one is missed."),
     ] = None,
     chat: Annotated[
         bool | None,
@@ -84,11 +84,13 @@ def evaluate(
         model = model_path(args)
         codec = Codec(model)
         loaded = load_data(data, codec, model, n, numbers(seeds), chat)
+        check_level(gates or "", [about for about, _ in loaded])
         tasks = tasks_of([item for _, items in loaded for item in items], codec, min_segment=min_segment)
         names = wanted_methods(methods, methods_of(bounds))
         runner, chosen, settings = make_runner(
             args, model, codec, names, served=served, device=device, dtype=dtype, probes=probes, say=say
         )
+        check(bounds, [t.item for t in tasks], chosen)
         results = run(
             tasks,
             chosen,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -10,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import msgspec
 import typer
@@ -18,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hypic.check.result import CHECKS
-from hypic.commands.flags import take_hypic_flags
+from hypic.commands.flags import server_fields, take_hypic_flags
 from hypic.commands.serve import ServeError, flag_value, sglang_argv, wants_cpu
 from hypic.config import ConfigError, HypicConfig, from_env
 from hypic.platform_cpu import CPU_MODE
@@ -27,9 +26,6 @@ from hypic.platform_cpu.defaults import set_environment
 if TYPE_CHECKING:
     from hypic.check.result import CheckResult
     from hypic.check.selfcheck import Plan
-
-_OTHER_NAMES = {"tensor_parallel_size": "tp_size", "data_parallel_size": "dp_size", "expert_parallel_size": "ep_size"}
-"""argparse destinations of SGLang's flags that differ from the field of ServerArgs."""
 
 
 def selfcheck(
@@ -75,7 +71,10 @@ def selfcheck(
     if workers:
         _check_workers(argv, config, workers, seed, as_json)
         return
-    flags = server_fields(argv)
+    try:
+        flags = server_fields(argv)
+    except ConfigError as e:
+        raise typer.BadParameter(str(e)) from None
     path = flags.pop("model_path", None)
     plan = Plan(checks=wanted, seed=seed, soak=soak, config=config, flags=flags)
     with engine_output() as (terminal, log):
@@ -167,20 +166,6 @@ def engine_output() -> Iterator[tuple[TextIO, Path]]:
             os.close(copy)
         terminal.close()
         os.close(handle)
-
-
-def server_fields(argv: list[str]) -> dict[str, Any]:
-    """SGLang's command line as fields of ServerArgs: those that were given. Bad flags end in SGLang's own error."""
-    if not argv:
-        return {}
-    from sglang.srt.server_args import ServerArgs
-
-    parser = argparse.ArgumentParser(prog="hypic selfcheck")
-    ServerArgs.add_cli_args(parser)
-    for action in parser._actions:
-        action.required = False
-    given = vars(parser.parse_args(argv))
-    return {_OTHER_NAMES.get(k, k): v for k, v in given.items() if v != parser.get_default(k)}
 
 
 def _table(results: list[CheckResult]) -> Table:

@@ -11,13 +11,15 @@ at_most = 2
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from hypic.eval.methods import MethodError, method
+from hypic.eval.items import Item
+from hypic.eval.methods import CLOSED_BOOK, FULL, Method, MethodError, method
+from hypic.eval.summary import groups
 
 if TYPE_CHECKING:
     from hypic.eval.summary import Row, Summary
@@ -83,7 +85,7 @@ BUILT_IN: dict[str, tuple[Gate, ...]] = {
         Gate(name="states zeroed costs >= 20 points", method="hypic w=8", minus="state-zeroed", at_least=20),
     )
 }
-"""Those of the model in models/almanac on its own task."""
+"""Those of the model in models/almanac on its own task, at the hardest level."""
 
 
 def load(name: str) -> tuple[Gate, ...]:
@@ -122,6 +124,35 @@ def methods_of(gates: Sequence[Gate]) -> list[str]:
     return list(dict.fromkeys(m for g in gates for m in (g.method, g.minus) if m))
 
 
+def check(gates: Sequence[Gate], items: Iterable[Item], methods: Iterable[Method]) -> None:
+    """Raises GateError for a gate that a table of these can say nothing of: found before the run, which may take hours."""
+    known: dict[str, set[str]] = {}
+    for dataset, kind, _ in groups(items):
+        known.setdefault(dataset, set()).add(kind)
+    names = [m.name for m in methods]
+    for gate in gates:
+        data = _data_set(gate, list(known))
+        if data not in known:
+            raise GateError(f"gate {gate.name!r}: no data set {data!r}; there are {', '.join(known)}")
+        if gate.kind not in known[data]:
+            kinds = ", ".join(sorted(known[data] - {""})) or "none"
+            raise GateError(f"gate {gate.name!r}: no kind {gate.kind!r} among these items of {data}; there are {kinds}")
+        for name in filter(None, (gate.method, gate.minus)):
+            if name not in names:
+                raise GateError(f"gate {gate.name!r}: {name!r} does not run here; there are {', '.join(names)}")
+            if gate.measure != "score" and name in (FULL.name, CLOSED_BOOK.name):
+                raise GateError(
+                    f"gate {gate.name!r}: there is no {gate.measure} of {name!r}; it says how far methods are from {FULL.name!r}"
+                )
+
+
+def check_level(name: str, about: Iterable[Mapping[str, Any]]) -> None:
+    """Raises GateError if these are built-in gates and not the items that they were set for, by what data sets say."""
+    for of_one in about:
+        if name in BUILT_IN and of_one.get("hardest") is False:
+            raise GateError(f"{name}: its bounds are those of the hardest level; leave level= out of {of_one['name']}")
+
+
 def judge(gates: Sequence[Gate], summary: Summary) -> list[Verdict]:
     """Raises GateError for a gate that the table says nothing of: an unread gate is not a met one."""
     verdicts = []
@@ -132,14 +163,19 @@ def judge(gates: Sequence[Gate], summary: Summary) -> list[Verdict]:
 
 
 def _value(gate: Gate, name: str, summary: Summary) -> float:
-    sets = list(dict.fromkeys(r.dataset for r in summary.rows))
-    if not gate.data and len(sets) != 1:
-        raise GateError(f"gate {gate.name!r} must name its data set: there are {', '.join(sets)}")
+    data = _data_set(gate, list(dict.fromkeys(r.dataset for r in summary.rows)))
     try:
-        row: Row = summary.row(gate.data or sets[0], name, gate.kind)
+        row: Row = summary.row(data, name, gate.kind)
     except KeyError as e:
         raise GateError(f"gate {gate.name!r}: {e.args[0]}; ask for more methods or items") from None
     estimate = getattr(row, gate.measure)
     if estimate is None:
         raise GateError(f"gate {gate.name!r}: there is no {gate.measure} of {name!r}")
     return float(estimate.value)
+
+
+def _data_set(gate: Gate, sets: Sequence[str]) -> str:
+    """The one that the gate is about, of those there are. Raises GateError if that is not clear."""
+    if not gate.data and len(sets) != 1:
+        raise GateError(f"gate {gate.name!r} must name its data set: there are {', '.join(sets)}")
+    return gate.data or sets[0]

@@ -117,7 +117,7 @@ def summarise(
     order = {name: i for i, name in enumerate(METHODS)}
     methods = sorted(found, key=lambda m: order.get(m, len(order)))  # stable: unlisted ones as they came, at the end
     rows = []
-    for dataset, kind, group in _groups(known.values()):
+    for dataset, kind, group in groups(known.values()):
         answered = {i.id for i in group if any(i.id in found[m] for m in methods)}
         for method in methods:
             mine = [i for i in group if i.id in found[method]]
@@ -155,7 +155,7 @@ def deviations(probes: Iterable[Probe]) -> dict[str, Deviation]:
     return out
 
 
-def _groups(items: Iterable[Item]) -> Iterable[tuple[str, str, list[Item]]]:
+def groups(items: Iterable[Item]) -> Iterable[tuple[str, str, list[Item]]]:
     """Data set, kind, items: all kinds together first if there are several."""
     by: dict[str, dict[str, list[Item]]] = {}
     for item in items:

@@ -80,7 +80,7 @@ def test_foldoc_asks_about_years_that_no_other_document_names(tmp_path: Path) ->
     assert text(item.pieces).endswith('Question: Which year does the article "Algol" name?\nAnswer: The year is')
     assert text(item.closed_book).endswith(text(item.pieces[-1:])) and "1960" not in text(item.closed_book)
     assert loaded.about["notes"] == {"right if the most common year is always said, %": 50}
-    with pytest.raises(DataError, match=r"5 documents, but .* has 4 articles"):
+    with pytest.raises(DataError, match=r"5 documents, but .* has 4 articles.*: write documents=4 or fewer"):
         load(f"foldoc:documents=5,path={path}", PLAIN)
 
 
@@ -139,6 +139,11 @@ def test_debian(tmp_path: Path) -> None:
     assert document == f"Package: ed\n{describe('ed').strip()}\n\n"
     assert "classic line editor" not in text(ed.pieces)
     assert (ed.metric, ed.first_line) == ("rouge_l", True)
+    with pytest.raises(DataError, match=r"8 documents, but 2 descriptions .*: write documents=2 or fewer"):
+        load(f"debian:path={path}", PLAIN)
+    poor = translation(tmp_path / "poor", ("short", "a package of few words", "Few."))
+    with pytest.raises(DataError, match=r"but 0 descriptions .*: give a larger one with path="):
+        load(f"debian:path={poor}", PLAIN)
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".lz4"])

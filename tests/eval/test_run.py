@@ -152,6 +152,31 @@ def test_gates_read_the_table(tasks: list[Task], tmp_path: Path, model: Model, c
             verdict(at_least=0, **odd)
 
 
+def test_gates_that_the_table_will_not_have_are_found_before_the_run(tasks: list[Task], model: Model) -> None:
+    items, methods = [t.item for t in tasks], choose(WANTED, hybrid=model.hybrid)
+    kinds = [msgspec.structs.replace(i, kind=("recall", "upd")[n % 2]) for n, i in enumerate(items)]
+    sets = [msgspec.structs.replace(i, dataset=f"set {n % 2}") for n, i in enumerate(items)]
+    near: dict[str, Any] = dict(name="g", method="hypic w=8", at_least=0)
+    for asked, fields in (
+        (items, dict(measure="kl")),
+        (items, dict(data="tiny", minus="full")),
+        (kinds, dict(kind="upd")),
+        (sets, dict(data="set 1")),
+    ):
+        gates.check([Gate(**near | fields)], asked, methods)
+    for asked, fields, why in (
+        (items, dict(kind="upd"), "gate 'g': no kind 'upd' among these items of tiny; there are none"),
+        (kinds, dict(kind="strad"), "there are recall, upd"),
+        (items, dict(data="other"), "no data set 'other'; there are tiny"),
+        (sets, {}, "must name its data set: there are set 0, set 1"),
+        (items, dict(method="additive"), "'additive' does not run here; there are full"),
+        (items, dict(measure="kl", minus="full"), "no kl of 'full'"),
+        (items, dict(measure="agreement", method="closed_book"), "no agreement of 'closed_book'"),
+    ):
+        with pytest.raises(GateError, match=why):
+            gates.check([Gate(**near | fields)], asked, methods)
+
+
 def test_files_of_gates(tmp_path: Path) -> None:
     path = tmp_path / "gates.toml"
     path.write_text('[[gates]]\nname = "near"\nmethod = "hypic w=8"\nminus = "full"\nat_least = -2\nat_most = 2\n')
@@ -212,6 +237,10 @@ def test_the_command_writes_a_report_and_fails_if_a_gate_is_missed(almanac_model
     assert missed.exit_code == 1 and "1 of 1 gates missed" in missed.output
     verdict = json.loads((tmp_path / "out" / "gates.json").read_text())[0]
     assert verdict["met"] is False and verdict["value"] >= 0
+    path.write_text(gate.format(50) + 'kind = "words"\n')
+    nothing_new = command(*line)
+    assert nothing_new.exit_code == 2 and "no kind 'words'" in " ".join(nothing_new.output.replace("│", " ").split())
+    assert "outcomes are there already" not in nothing_new.output, "the run did not begin"
 
 
 @pytest.mark.parametrize(
@@ -222,6 +251,7 @@ def test_the_command_writes_a_report_and_fails_if_a_gate_is_missed(almanac_model
         (["--data", "poems"], "no data set 'poems'"),
         (["--seeds", "one"], "--seeds 'one'"),
         (["--gates", "none.toml"], "none.toml: No such file"),
+        (["--gates", "almanac"], "those of the hardest level; leave level= out of almanac:level=0"),
         (["--dtype", "int8"], "--dtype int8"),
         (["--served", "--methods", "additive"], "not served by the engine"),
         (["--page-size", "16"], "need --served"),

@@ -66,7 +66,9 @@ def load(wanted: Wanted) -> Loaded:
             if enough(wanted, items):
                 source = f"models/task.py, level {level}, sentences held out from training"
                 licence = "sentences: PSF licence and MIT (models/README.md)"
-                return Loaded(wanted, items, source=source, licence=licence, notes={"sequences": sequence + 1})
+                loaded = Loaded(wanted, items, source=source, licence=licence, notes={"sequences": sequence + 1})
+                loaded.about["hardest"] = level == len(task.LEVELS) - 1
+                return loaded
     raise AssertionError
 
 

@@ -46,6 +46,12 @@ class Wanted(NamedTuple):
             raise DataError(f"{self.spec}: {path} does not exist")
         return path
 
+    def require(self, size: int, pool: Sequence[Any], what: str) -> None:
+        """Raises DataError if a prompt's documents cannot be had; ``what`` says where there are how many of."""
+        if size > len(pool):
+            least = "give a larger one with path=" if not pool else f"write documents={len(pool)} or fewer"
+            raise DataError(f"{self.spec}: {size} documents, but {what}: {least}")
+
     def rng(self) -> random.Random:
         return random.Random(f"{self.spec.partition(':')[0]} {self.seed}")
 

@@ -37,10 +37,7 @@ def load(wanted: Wanted) -> Loaded:
     path = wanted.path()
     paths = [path] if path else fetch.descriptions(wanted.cache)
     pool = distinct(p for one in paths for p in packages(one))
-    if size > len(pool):
-        raise DataError(
-            f"{wanted.spec}: {size} documents, but {len(pool)} descriptions of a fitting length in {paths[0]}"
-        )
+    wanted.require(size, pool, f"{len(pool)} descriptions of a fitting length in {paths[0]}")
     rng, notes, items = wanted.rng(), Counter[str](), list[Item]()
     for number, chosen in enumerate(sets(pool, size, rng)):
         if enough(wanted, items):

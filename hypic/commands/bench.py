@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +17,7 @@ from hypic.bench.scatter_report import plot as plot_scatter
 from hypic.bench.scatter_result import Scatter, ScatterResult
 from hypic.bench.suites import KERNELS, MAX_SCALE_TOKENS, SCATTER, SUITES, TOGETHER, Plan
 from hypic.bench.workload import Workload
-from hypic.commands.flags import setting, take_hypic_flags
+from hypic.commands.flags import server_fields, setting, take_hypic_flags
 from hypic.commands.serve import ServeError, timed_argv, wants_cpu
 from hypic.config import ConfigError, from_env
 
@@ -102,6 +103,8 @@ def bench(
         rest, config = take_hypic_flags(args, msgspec.structs.replace(from_env(), enabled=True, **more))
         argv = timed_argv(rest)
         cpu = wants_cpu(argv, os.environ)
+        for more in ("", *(baseline or ())):  # a flag that does not exist is found now, not after the self-check
+            server_fields([*argv, *shlex.split(more)])
     except (ConfigError, ServeError) as e:
         raise typer.BadParameter(str(e)) from None
     work = Workload(system, segments, segment_tokens, query, reps, seed)

@@ -96,14 +96,18 @@ def examine(args: list[str], config: HypicConfig) -> Findings:
 
 def _model(argv: list[str], path: str, config: HypicConfig, found: Findings, cpu: bool) -> ModelFinding:
     """The model that ``argv`` names; marks in ``found`` the refused flags that ``argv`` holds."""
-    from hypic.commands.serve import read_server_args
+    from hypic.commands.serve import flag_value, read_server_args
     from hypic.doctor.findings import ModelFinding
     from hypic.doctor.model import examine as examine_model
+    from hypic.doctor.model import folder_problem
     from hypic.engine.hook import UnsupportedSGLang
     from hypic.engine.support import Unsupported
 
     model = ModelFinding(path=path)
     assert found.platform is not None
+    if problem := folder_problem(flag_value(argv, "--model-path") or ""):
+        model.problems.append(problem)
+        return model
     try:
         try:
             server_args = read_server_args(argv)

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from hypic.commands.flags import setting, take_hypic_flags
+from hypic.commands.flags import server_fields, setting, take_hypic_flags
 from hypic.commands.serve import ServeError, timed_argv, wants_cpu
 from hypic.config import ConfigError, HypicConfig, from_env
 from hypic.traces.engines import read_engine
@@ -155,6 +155,7 @@ def replay(
         wanted = _engines(engines)
         argv, cpu = _model(args or [], url)
         rest, config = take_hypic_flags(argv, config)
+        server_fields(rest)
         used = list(islice(source, warmup + requests))
     except (ConfigError, ServeError, TraceError) as e:
         raise typer.BadParameter(str(e)) from None

@@ -5,6 +5,7 @@ What is served is decided as by the server (``engine.objections``).
 
 from __future__ import annotations
 
+import json
 import math
 from array import array
 from pathlib import Path
@@ -19,6 +20,38 @@ from hypic.engine.objections import doubts, refusals
 from hypic.engine.support import REMEDY, check_methods, check_server_args
 
 SEGMENT_TOKENS = (512, 2048, 8192)
+
+
+def folder_problem(path: str) -> str | None:
+    """Why a model that is named by a path cannot be read at all: SGLang would look for it at Hugging Face, for a minute."""
+    folder, above = Path(path).expanduser(), path.strip("/").partition("/")[0]
+    if folder.is_file():  # one of weights, say
+        return None
+    if not folder.is_dir():
+        local = path.startswith(("/", ".", "~")) or (above != path and Path(above).is_dir() and not _cached(path))
+        elsewhere = (
+            "" if path.startswith(("/", ".", "~")) else f"; is it on Hugging Face, run this where there is no {above}/"
+        )
+        return f"there is no such folder{elsewhere}" if local else None
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except FileNotFoundError:
+        if (folder / "params.json").is_file():  # as Mistral writes it, and SGLang reads it
+            return None
+        return "there is no config.json in this folder: download the model again, or name another folder"
+    except (OSError, ValueError) as e:
+        return f"its config.json cannot be read ({e}): download it again"
+    if not isinstance(config, dict) or (missing := [f for f in ("architectures", "model_type") if not config.get(f)]):
+        what = f"no {missing[0]}" if isinstance(config, dict) else "no JSON object"
+        return f"its config.json has {what}, so it is not that of a model: download it again"
+    return None
+
+
+def _cached(name: str) -> bool:
+    """Whether a model of Hugging Face was downloaded before."""
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(name, "config.json"), str)
 
 
 def examine(finding: ModelFinding, server_args: Any, config: HypicConfig, free: int, on_cpu: bool) -> None:

@@ -113,8 +113,14 @@ def test_bad_options_are_named(flag: str, value: str, said: str) -> None:
 def test_a_model_that_is_not_there_and_an_unknown_flag_end_at_once(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["bench", str(tmp_path)])
     assert done.exit_code == 2 and "config.json" in done.output
-    done = CliRunner().invoke(app, ["bench", "nowhere", "--hypic-bogus", "3"])
-    assert done.exit_code == 2 and "--hypic-seam-window" in done.output
+    for flags, says in (
+        (["--hypic-bogus", "3"], "--hypic-seam-window"),
+        (["--nosuchflag"], "--nosuchflag: neither hypic nor SGLang has it"),
+        (["--page-size", "x"], "--page-size: invalid int value: 'x'"),
+        (["--baseline", "--nosuchflag 3"], "--nosuchflag: neither"),
+    ):
+        done = CliRunner().invoke(app, ["bench", "nowhere", *flags])
+        assert done.exit_code == 2 and says in " ".join(done.output.replace("│", " ").split())
 
 
 def test_for_real(tiny_model: Any, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -274,6 +275,33 @@ def test_methods_are_refused_as_by_the_server(tiny_model: Callable[[str], Path])
     assert examine(tiny_model("llama"), settings=settings).problems == []
 
 
-def test_missing_model_is_a_problem_not_a_crash(tmp_path: Path) -> None:
-    (problem,) = examine(tmp_path / "nothing").problems
-    assert problem.startswith("SGLang cannot serve it: ")
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (None, "no config.json in this folder"),
+        ("{bad", "config.json cannot be read"),
+        ("[]", "config.json has no JSON object"),
+        ('{"architectures": ["LlamaForCausalLM"]}', "config.json has no model_type"),
+        ('{"model_type": "llama"}', "config.json has no architectures"),
+    ],
+)
+def test_a_broken_folder_is_named_and_nobody_is_asked(
+    config: str | None, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a path and by a relative name, which Hugging Face would have to be asked about."""
+
+    def asked(*args: Any, **_: Any) -> None:
+        pytest.fail(f"asks {args[:2]}")
+
+    monkeypatch.setattr(socket, "getaddrinfo", asked)
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "models" / "broken"
+    folder.mkdir(parents=True)
+    if config is not None:
+        (folder / "config.json").write_text(config)
+    for path in (folder, "models/broken"):
+        (problem,) = examine(path).problems
+        assert says in problem
+    for path in (tmp_path / "nothing", "./nothing", "models/nothing"):
+        (problem,) = examine(path).problems
+        assert "there is no such folder" in problem

@@ -97,7 +97,10 @@ def test_json_is_all_that_is_printed(tiny_model: Callable[[str], Path]) -> None:
         assert {"name", "passed", "worst_error", "tolerance", "n", "seed", "detail"} <= entry.keys()
 
 
-@pytest.mark.parametrize(("flags", "says"), [(["--checks", "P9"], "P9"), (["--soak", "0"], "--soak 0")])
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [(["--checks", "P9"], "P9"), (["--soak", "0"], "--soak 0"), (["--nosuchflag"], "--nosuchflag: neither hypic")],
+)
 def test_bad_flags_name_the_flag(flags: list[str], says: str) -> None:
     done = CliRunner().invoke(app, ["selfcheck", *flags])
     assert done.exit_code == 2

@@ -60,6 +60,7 @@ def test_a_trace_is_made_and_summed_up(tmp_path: Path) -> None:
         (("--generate", SPEC, "nowhere", "--url", "http://x"), "not both"),
         (("--generate", SPEC, "./nowhere"), "config.json"),
         (("--generate", SPEC, "nowhere", "--hypic-bogus", "1"), "--hypic-seam-window"),
+        (("--generate", SPEC, "nowhere", "--nosuchflag"), "--nosuchflag: neither hypic nor SGLang has it"),
     ],
 )
 def test_what_cannot_be_done_is_said(args: tuple[str, ...], said: str) -> None:

@@ -49,7 +49,10 @@ def launched(argv: list[str]) -> Iterator[tuple[Any, dict[str, Any], float]]:
         ready = time.perf_counter() - began
         settings = {k: getattr(engine.server_args, k) for k in SETTINGS if hasattr(engine.server_args, k)}
         if dummy.horizon():
-            settings["dummy_decays"] = dummy.require_decays(engine.get_server_info())
+            told = engine._scheduler_init_result.scheduler_infos[
+                0
+            ]  # get_server_info() has it, among all else it asks for
+            settings["dummy_decays"] = dummy.require_decays(told)
             print(dummy.told(settings["dummy_decays"]), flush=True)
         yield engine, settings, ready
     finally:

@@ -1,6 +1,6 @@
 """hypic's own kernels at a model's shape, on random tensors and without an engine.
 
-    python -m hypic.bench.kernels PLAN CONFIG FLAGS       prints an EngineRun, like hypic.bench.child
+    python -m hypic.bench.kernels PLAN CONFIG FLAGS       prints EngineRuns, like hypic.bench.child
 
 Cases say what they cover: one layer, or all layers in one launch. Where a kernel is bound by memory, ``shape["bytes"]`` is
 what it must move at least once, to be held against the "copy" case of the same run.
@@ -23,7 +23,6 @@ from hypic.artifact.layout import ArtifactLayout, LinearShape
 from hypic.bench.layer_kernels import chain_case, compile_cases
 from hypic.bench.result import EngineRun, Timing
 from hypic.bench.suites import Plan
-from hypic.bench.workload import Workload
 from hypic.config import HypicConfig
 from hypic.kernels.gdn_chain import ChainItem, ChainPlan, chain_scratch, gdn_chain
 from hypic.kernels.gdn_end_states import NO_STATE, EndStatesPlan, gdn_end_states
@@ -34,17 +33,25 @@ from hypic.kernels.seam_attention import SeamPlan, seam_attention
 from hypic.kernels.seam_plan import SeamShape
 
 COMPILE_TOKENS = 8192
-"""Of one forward pass: SGLang's chunk on a GPU."""
+"""Of one forward pass, unless SGLang's flags say otherwise: its chunk on a GPU."""
 _COPY_BYTES = 1 << 30
 _FLUSH_BYTES = 256 << 20
 _SLEEP_CYCLES = 4_000_000  # about 2 ms
 
 
 class Bench:
-    """Tensors of one layer of the model, shared by the cases."""
+    """Tensors of one layer of the model, shared by the cases. ``chunk``: most tokens of a forward pass."""
 
-    def __init__(self, layout: ArtifactLayout, q_heads: int, dtype: torch.dtype, plan: Plan, device: str) -> None:
-        self.layout, self.q_heads, self.dtype, self.device = layout, q_heads, dtype, device
+    def __init__(
+        self,
+        layout: ArtifactLayout,
+        q_heads: int,
+        dtype: torch.dtype,
+        plan: Plan,
+        device: str,
+        chunk: int = COMPILE_TOKENS,
+    ) -> None:
+        self.layout, self.q_heads, self.dtype, self.device, self.chunk = layout, q_heads, dtype, device, chunk
         self.work, self.w = plan.workload, plan.seam_window
         self.rng = torch.Generator(device).manual_seed(plan.workload.seed)
         self.interior = max(self.work.segment_tokens - self.w, 0)
@@ -55,12 +62,19 @@ class Bench:
         return torch.randn(*shape, generator=self.rng, device=self.device).to(dtype or self.dtype)
 
     def arena(self, segments: int) -> Tensor:
-        """Blobs of ``segments`` artifacts with small random T and S."""
-        arena = torch.zeros(segments * self.stride, dtype=torch.uint8, device=self.device)
-        for i in range(segments):
-            for part in self.layout.parts(arena[i * self.stride :], self.interior).values():
-                part.copy_(0.02 * self.randn(*part.shape))
-        return arena
+        """Blobs of ``segments`` artifacts with small random T and S: one of a hundred MiB, and copies of it."""
+        blob = torch.zeros(self.stride, dtype=torch.uint8, device=self.device)
+        for part in self.layout.parts(blob, self.interior).values():
+            part.copy_(0.02 * self.randn(*part.shape))
+        return blob.repeat(segments)
+
+    def compiled(self, linear: LinearShape) -> tuple[int, int, dict[str, int]]:
+        """Segments and tokens of each that one forward pass of a cold prompt compiles, and the ``shape`` of such a case."""
+        work = self.work
+        length = min(work.segment_tokens, self.chunk)
+        n = max(1, min(work.segments, self.chunk // work.segment_tokens))
+        passes = -(-work.segments // n) * -(-work.segment_tokens // length)
+        return n, length, {"segments": n, "segment_tokens": length, "layers": len(linear.layer_ids), "passes": passes}
 
     def timing(self, case: str, run: Callable[[], Any], **shape: int) -> Timing:
         """``run`` in ms, after three that warm up, each with the cache flushed.
@@ -122,10 +136,10 @@ class Bench:
 
         GDN's T is timed in two parts, for which other families have no counterpart.
         """
-        n, length = max(1, COMPILE_TOKENS // self.work.segment_tokens), self.work.segment_tokens
         if linear.family != "gdn":
-            yield from compile_cases(self, linear, n)
+            yield from compile_cases(self, linear)
             return
+        n, length, shape = self.compiled(linear)
         seam, layer = min(self.w, length), linear.layer_ids[0]
         parameters, (x, a, b) = self._gdn(linear, n * length)
         parameters["A_log"] -= 8.0
@@ -143,7 +157,6 @@ class Bench:
         )
         arena, state = self.arena(n), getattr(torch, linear.state_dtype)
         t_off, s_off = self.layout.t_offset(layer), self.layout.s_offset(layer)
-        shape = {"segments": n, "segment_tokens": length, "layers": len(linear.layer_ids)}
 
         def keys() -> tuple[Tensor, Tensor, Tensor]:
             return gdn_keys(x, a, b, conv_pool=conv, plan=plan, **parameters)
@@ -289,28 +302,15 @@ class Bench:
         )
 
 
-def compile_milliseconds(timings: list[Timing], work: Workload) -> float | None:
-    """What building and capturing the artifacts of all of the workload's segments takes, by the kernels' times."""
-    total, seen = 0.0, False
-    for t in timings:
-        if not t.case.startswith("compile: "):
-            continue
-        seen = True
-        if "segments" in t.shape:
-            total += t.median * t.shape["layers"] * work.segments / t.shape["segments"]
-        else:
-            total += t.median
-    return total if seen else None
-
-
-def run(plan: Plan, config: HypicConfig, argv: list[str]) -> EngineRun:
-    """Time the kernels at the shape of the model that SGLang's flags name."""
+def run(plan: Plan, config: HypicConfig, argv: list[str]) -> Iterator[EngineRun]:
+    """Time the kernels at the shape of the model that SGLang's flags name; yields what there is after each case."""
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
 
     from hypic.doctor.model import read_layout
 
+    began = time.perf_counter()
     load_plugins()
     parser = argparse.ArgumentParser(prog="hypic bench")
     ServerArgs.add_cli_args(parser)
@@ -319,23 +319,28 @@ def run(plan: Plan, config: HypicConfig, argv: list[str]) -> EngineRun:
     layout = read_layout(model, server_args, config.state_dtype)
     heads = model.num_attention_heads // server_args.tp_size
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    began, timings = time.perf_counter(), []
-    with torch.no_grad():
-        for timing in Bench(layout, heads, model.dtype, plan, device).cases():
-            rate = f", {timing.shape['bytes'] / timing.median / 1e6:,.0f} GB/s" if "bytes" in timing.shape else ""
-            print(f"kernels {timing.case}: {timing.median:.4f} ms{rate}", flush=True)
-            timings.append(timing)
-    state = layout.linear.state_dtype if layout.linear else None
-    settings = {"dtype": str(model.dtype), "state_dtype": state, "device": device}
-    return EngineRun(
-        name="kernels", flags=argv, settings=settings, start_seconds=time.perf_counter() - began, timings=timings
-    )
+    chunk = server_args.chunked_prefill_size
+    bench = Bench(layout, heads, model.dtype, plan, device, chunk if chunk and chunk > 0 else COMPILE_TOKENS)
+    settings = {
+        "dtype": str(model.dtype), "state_dtype": layout.linear and layout.linear.state_dtype, "device": device,
+        "chunk": bench.chunk,
+    }  # fmt: skip
+    found = EngineRun(name="kernels", flags=argv, settings=settings, start_seconds=0.0, timings=[])
+    for timing in bench.cases():
+        rate = f", {timing.shape['bytes'] / timing.median / 1e6:,.0f} GB/s" if "bytes" in timing.shape else ""
+        found.start_seconds = time.perf_counter() - began
+        print(
+            f"kernels {timing.case}: {timing.median:.4f} {timing.unit}{rate}, {found.start_seconds:.0f} s after the start",
+            flush=True,
+        )
+        found.timings.append(timing)
+        yield found
 
 
 if __name__ == "__main__":
     from hypic.bench.child import RESULT
 
-    found = run(
-        msgspec.json.decode(sys.argv[1], type=Plan), msgspec.json.decode(sys.argv[2], type=HypicConfig), sys.argv[3:]
-    )
-    print(RESULT + msgspec.json.encode(found, enc_hook=str).decode(), flush=True)
+    orders = msgspec.json.decode(sys.argv[1], type=Plan), msgspec.json.decode(sys.argv[2], type=HypicConfig)
+    with torch.no_grad():
+        for found in run(*orders, sys.argv[3:]):
+            print(RESULT + msgspec.json.encode(found, enc_hook=str).decode(), flush=True)

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from hypic.bench.kernels import Bench
 
 
-def compile_cases(bench: Bench, linear: LinearShape, n: int) -> Iterator[Timing]:
-    """T, states after the seams, and S of ``n`` segments that one forward pass compiles."""
-    length, device = bench.work.segment_tokens, bench.device
+def compile_cases(bench: Bench, linear: LinearShape) -> Iterator[Timing]:
+    """T, states after the seams, and S of the segments that one forward pass compiles."""
+    n, length, shape = bench.compiled(linear)
+    device = bench.device
     seam = min(bench.w, length)
     layer = family(linear.family).random_layer(linear, bench.randn)
     inputs, at = layer.random_inputs(n * length, bench.randn), _memory(bench, linear, n)
     starts, blobs, slots = [i * length for i in range(n)], [i * bench.stride for i in range(n)], list(range(n))
-    shape = {"segments": n, "segment_tokens": length, "layers": len(linear.layer_ids)}
     transition = TransitionPlan.build(
         seq_tok=starts,
         seq_len=[length] * n,

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from hypic.bench import scatter_report
+from hypic.bench.report import markdown_table
 from hypic.bench.result import BenchResult
 from hypic.bench.workload import Workload
 from hypic.router.simulate import Request, simulate
@@ -74,7 +75,7 @@ def _summary(found: NodeResult, bench: BenchResult, replay: ReplayResult) -> Ite
         for verdict in scatter_report.verdicts(bench.scatter, work):
             yield f"| {verdict.target} | {verdict.found} | { {True: 'yes', False: '**no**', None: ''}[verdict.met] } |"
         yield ""
-        yield from _markdown(scatter_report.table(bench.scatter, work))
+        yield from markdown_table(scatter_report.table(bench.scatter, work))
     for name, entry in found.answers.items():
         numbers = f"worst error {entry['worst_error']}, tolerance {entry['tolerance']}"
         yield f"* {name.rpartition('/')[2]} of a tiny model across workers: {entry['status']}, {numbers}; {entry['detail']}"
@@ -92,14 +93,4 @@ def _summary(found: NodeResult, bench: BenchResult, replay: ReplayResult) -> Ite
     if replay.engines:
         *_, rates = replay_report.tables(replay)
         yield ""
-        yield from _markdown(rates)
-
-
-def _markdown(table: Any) -> Iterator[str]:
-    """A rich table as one of Markdown's."""
-    yield f"**{table.title}**\n"
-    yield "| " + " | ".join(str(c.header) for c in table.columns) + " |"
-    yield "|" + " --- |" * len(table.columns)
-    for row in zip(*(c.cells for c in table.columns), strict=True):
-        yield "| " + " | ".join(str(cell) for cell in row) + " |"
-    yield ""
+        yield from markdown_table(rates)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import numpy as np
 from rich.table import Table
 
 from hypic.bench import scatter_report
+from hypic.bench.artifact_cost import arithmetic
+from hypic.bench.dummy import told
 from hypic.bench.result import BenchResult, EngineRun, Timing
 from hypic.bench.suites import KERNELS
 from hypic.bench.workload import Workload
@@ -55,6 +58,28 @@ def tables(result: BenchResult) -> Iterator[Table]:
         yield table
 
 
+def markdown(result: BenchResult) -> Iterator[str]:
+    """Lines of bench.md: the tables, what the weights were, and what building artifacts costs."""
+    for table in tables(result):
+        yield from markdown_table(table)
+    dummies = [e.settings["dummy_decays"] for e in result.engines if "dummy_decays" in e.settings]
+    for line in dict.fromkeys(map(told, dummies)):
+        yield f"* {line}"
+    if result.artifact_cost is not None:
+        yield f"* {arithmetic(result.artifact_cost)}"
+    yield f"* `{shlex.join(result.command)}`"
+
+
+def markdown_table(table: Table) -> Iterator[str]:
+    """A rich table as one of Markdown's."""
+    yield f"**{table.title}**\n"
+    yield "| " + " | ".join(str(c.header) for c in table.columns) + " |"
+    yield "|" + " --- |" * len(table.columns)
+    for row in zip(*(c.cells for c in table.columns), strict=True):
+        yield "| " + " | ".join(str(cell) for cell in row) + " |"
+    yield ""
+
+
 def _kernels_table(result: BenchResult) -> Table:
     work = result.workload
     table = Table(title=f"kernels, n = {work['reps']}: {work['segments']} segments of {work['segment_tokens']} tokens")
@@ -64,8 +89,8 @@ def _kernels_table(result: BenchResult) -> Table:
         rate = f"{t.shape['bytes'] / t.median / 1e6:,.0f}" if "bytes" in t.shape else ""
         numbers = [f"{x:.4f}" for x in (t.median, min(t.values), max(t.values))]
         table.add_row(t.case, *numbers, str(t.shape.get("layers", "")), rate)
-    if result.artifact_share is not None:
-        table.caption = f"building and capturing artifacts: {result.artifact_share:.1%} of hypic's cold TTFT"
+    if result.artifact_cost is not None:
+        table.caption = arithmetic(result.artifact_cost)
     return table
 
 

@@ -49,6 +49,35 @@ class EngineRun(msgspec.Struct, kw_only=True):
     timings: list[Timing]
 
 
+class ArtifactCost(msgspec.Struct, kw_only=True):
+    """Milliseconds that building the artifacts of the workload's segments takes (`hypic.bench.artifact_cost`).
+
+    Attributes:
+        per_layer: of each kernel, for what one forward pass compiles, in one linear layer. layers: how many there are.
+        passes: forward passes in which a cold prompt's segments are compiled.
+        once: for all segments and layers together.
+        cold, warm: TTFT of hypic in the same run; None if it was not timed.
+    """
+
+    per_layer: dict[str, float] = {}
+    layers: int = 0
+    passes: int = 0
+    once: dict[str, float] = {}
+    cold: float | None = None
+    warm: float | None = None
+
+    @property
+    def total(self) -> float:
+        return self.passes * self.layers * sum(self.per_layer.values()) + sum(self.once.values())
+
+    @property
+    def share(self) -> float | None:
+        """Of what a cold prompt takes longer than a warm one; None where that is nothing, or unknown."""
+        if self.cold is None or self.warm is None or self.cold <= self.warm:
+            return None
+        return self.total / (self.cold - self.warm)
+
+
 class BenchResult(msgspec.Struct, kw_only=True):
     """All of one `hypic bench`.
 
@@ -57,7 +86,8 @@ class BenchResult(msgspec.Struct, kw_only=True):
         workload: of the ttft and concurrency suites; the seed of all. seam_window: of the hypic engine.
         selfcheck: entries of `hypic selfcheck --json` under the same flags; empty if it was not run.
         fit: coefficients of the scale suite (`hypic.bench.report.fit`), or None.
-        artifact_share: what building and capturing artifacts takes, by the kernels suite, of hypic's cold TTFT.
+        artifact_cost: what building and capturing artifacts takes, by the kernels suite, or None. artifact_share: of what hypic's
+            cold TTFT is longer than its warm one.
         scatter: the scatter suite's runs and costs (`hypic.bench.scatter`), or None.
     """
 
@@ -69,5 +99,6 @@ class BenchResult(msgspec.Struct, kw_only=True):
     selfcheck: dict[str, Any]
     engines: list[EngineRun]
     fit: dict[str, float] | None = None
+    artifact_cost: ArtifactCost | None = None
     artifact_share: float | None = None
     scatter: ScatterResult | None = None

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
+from hypic.bench.artifact_cost import artifact_cost
 from hypic.bench.child import RESULT
-from hypic.bench.kernels import compile_milliseconds
 from hypic.bench.provenance import machine, versions
 from hypic.bench.report import fit
 from hypic.bench.result import BenchResult, EngineRun
@@ -95,11 +95,12 @@ def run_bench(
     if KERNELS in plan.suites:
         say(f"kernels: {shlex.join(argv)}")
         command = ["hypic.bench.kernels", msgspec.json.encode(plan).decode(), msgspec.json.encode(config).decode()]
-        result.engines += list(_child("kernels", [*command, *argv], ours | {"HYPIC_ENABLED": "0"}, say))[-1:]
-        spent = compile_milliseconds(result.engines[-1].timings, plan.workload)
-        ours_timed = (t for e in result.engines if e.name == "hypic" for t in e.timings)
-        cold = [t.median for t in ours_timed if (t.suite, t.case) == ("ttft", "cold")]
-        result.artifact_share = spent / cold[0] if spent and cold else None
+        timed = list(result.engines)
+        for found in _child("kernels", [*command, *argv], ours | {"HYPIC_ENABLED": "0"}, say):
+            result.engines = [*timed, found]
+            keep(result)
+        result.artifact_cost = cost = artifact_cost(result.engines[-1].timings, timed)
+        result.artifact_share = cost.share if cost else None
         keep(result)
     if SCATTER in plan.suites:
         if "stock" in engines:

@@ -68,23 +68,23 @@ def bench(
     no_selfcheck: Annotated[
         bool, typer.Option("--no-selfcheck", help="Time hypic without proving it right under these flags first.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for bench.json and bench.png.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for bench.json, bench.md and bench.png.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Time prompts made of segments on MODEL, on hypic and on stock SGLang, one engine after the other.
 
     ttft: cold, prefix hit, warm, next turn; ordinary requests, decoding, throughput. concurrency: warm requests at once. scale:
     warm links over numbers and lengths of segments (up to 262,144 tokens in all), with a fit of what the time is made of.
-    kernels: hypic's own kernels alone, and their share of a cold TTFT. scatter: cold prompts of equal and of uneven segments
-    on several workers behind a router, LPT and round robin, beside one worker, the simulation, and stock SGLang on one GPU and
-    (--tp-alternative N) on N; whether several workers answer as one does.
+    kernels: hypic's own kernels alone, and what building artifacts takes of a cold TTFT. scatter: cold prompts of equal and of
+    uneven segments on several workers behind a router, LPT and round robin, beside one worker, the simulation, and stock SGLang
+    on one GPU and (--tp-alternative N) on N; whether several workers answer as one does.
 
     Times are TTFT from generate(input_ids) to the first token. First hypic's self-check runs on a tiny model under the
     same flags; if it fails, nothing is timed. `--load-format dummy` measures a shape without its weights, with heads of linear
     layers that remember (`--dummy-horizon`).
     """
     from hypic.bench import dummy
-    from hypic.bench.report import plot, tables
+    from hypic.bench.report import markdown, plot, tables
     from hypic.bench.runner import BenchError, run_bench
 
     console = Console(stderr=True)
@@ -142,6 +142,8 @@ def bench(
         )
     if out and result.scatter is not None:
         write_scatter(out, result.scatter)
+    if out:
+        (out / "bench.md").write_text("\n".join(markdown(result)) + "\n")
     if out and not plot(result, out / "bench.png"):
         console.print("hypic bench: no bench.png, since matplotlib is not installed", style="yellow")
     if as_json:

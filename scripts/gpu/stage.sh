@@ -20,7 +20,8 @@ shape=(--load-format dummy --skip-tokenizer-init --dtype bfloat16 --attention-ba
   --grammar-backend none --mem-fraction-static 0.8 --max-running-requests 16 --cuda-graph-max-bs-decode 16
   --cuda-graph-max-bs-prefill 2048 --cuda-graph-backend-prefill breakable --disable-flashinfer-autotune --random-seed 1
   --max-prefill-tokens 65536 "$@")
-quiet() { tr '\r' '\n' | grep -v -e Capturing -e '^$' -e Warning -e warnings.warn; }
+# Line by line, so that what a time limit cuts off has been seen and written up to there.
+quiet() { stdbuf -oL tr '\r' '\n' | grep --line-buffered -v -e Capturing -e '^$' -e Warning -e warnings.warn; }
 bench() { python3 -m hypic bench "$model" "${shape[@]}" --no-selfcheck --hypic-memory 24GiB "${more[@]}" "$@" 2>&1 | quiet; }
 case $stage in
   smoke)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from hypic.artifact.layout import ArtifactLayout, FullShape, LinearShape
-from hypic.bench.kernels import Bench, compile_milliseconds
+from hypic.bench.artifact_cost import arithmetic, artifact_cost
+from hypic.bench.kernels import Bench
 from hypic.bench.report import FIT_TERMS, fit, plot, tables
 from hypic.bench.result import BenchResult, EngineRun, Timing
 from hypic.bench.runner import kept_flags, tiny_kind
@@ -138,11 +139,15 @@ def test_for_real(tiny_model: Any, tmp_path: Path) -> None:
         assert found["horizon"] == 16384 and found["layers"] == 3
         assert found["least"] == pytest.approx(-0.01, rel=0.01) and found["most"] == pytest.approx(-10, rel=0.01)
     assert "the heads of 3 linear layers remember" in " ".join(done.output.split())
-    timings = [Timing(**t) for t in kernels["timings"]]
-    (cold,) = next(t["values"] for t in engine["timings"] if t["case"] == "cold")
-    spent = compile_milliseconds(timings, Workload(**result["workload"]))
-    assert spent is not None and result["artifact_share"] == pytest.approx(spent / cold)
     cases = {t["case"]: t for t in engine["timings"]}
+    parts = {t["case"]: t["values"][0] for t in kernels["timings"]}
+    cost = result["artifact_cost"]
+    assert (cost["passes"], cost["layers"]) == (1, 3) and len(cost["per_layer"]) == 4 and len(cost["once"]) == 1
+    assert cost["per_layer"]["T"] == parts["compile: T, one layer"]
+    assert (cost["cold"], cost["warm"]) == (cases["cold"]["values"][0], cases["warm"]["values"][0])
+    said = (tmp_path / "bench.md").read_text()
+    assert "* building artifacts, in ms: 1 forward pass x 3 layers x (" in said and "| hypic | cold |" in said
+    assert "the heads of 3 linear layers remember" in said
     assert list(cases) == ["cold", "warm", "turn", "ordinary", "decode", "throughput", "warm, 2 at once"]
     assert all(len(t["values"]) == 1 and t["values"][0] > 0 for t in cases.values())
     assert cases["cold"]["cached"][0] <= 3, "the system prompt at most, from the radix tree"
@@ -172,12 +177,16 @@ def test_kernels_of_a_linear_layer_are_timed_and_add_up() -> None:
     chain = by_case["link: chain, one layer"]
     assert chain.shape["tokens"] == work.seams(8)
     assert chain.shape["bytes"] == 3 * 4 * (16 * 16 + 16 * 24) * 4, "T and S of three segments"
-    at_once = by_case["compile: T, one layer"].shape["segments"]
     parts = "keys and gates", "T", "states after the seams", "S"
     layered = [by_case[f"compile: {part}, one layer"] for part in parts]
-    expected = sum(t.median * 3 * 3 / at_once for t in layered)
-    expected += by_case["compile: capture interiors, all layers"].median
-    assert compile_milliseconds(timings, work) == pytest.approx(expected)
+    assert all(
+        t.shape | {"bytes": 0} == {"segments": 3, "segment_tokens": 70, "layers": 3, "passes": 1, "bytes": 0}
+        for t in layered
+    )
+    captured = by_case["compile: capture interiors, all layers"].median
+    cost = artifact_cost(timings, [])
+    assert cost is not None and cost.share is None
+    assert cost.total == pytest.approx(3 * sum(t.median for t in layered) + captured)
 
 
 def test_kernels_of_another_family_are_timed_and_add_up() -> None:
@@ -194,9 +203,49 @@ def test_kernels_of_another_family_are_timed_and_add_up() -> None:
     assert all(len(t.values) == 2 and min(t.values) > 0 for t in timings)
     assert by_case["link: chain, one layer"].shape["tokens"] == work.seams(8)
     assert by_case["link: chain, one layer"].shape["bytes"] == 3 * 4 * (1 + 16 * 24) * 4
-    at_once = by_case[parts[0]].shape["segments"]
-    expected = sum(by_case[part].median * 3 * 3 / at_once for part in parts)
-    assert compile_milliseconds(timings, work) == pytest.approx(expected)
+    cost = artifact_cost(timings, [])
+    assert cost is not None and cost.total == pytest.approx(3 * sum(by_case[part].median for part in parts))
+
+
+@pytest.mark.parametrize(
+    ("segments", "tokens", "at_once", "passes"), [(16, 2048, 4, 4), (50, 2048, 4, 13), (3, 512, 3, 1), (2, 20000, 1, 6)]
+)
+def test_forward_passes_of_a_cold_prompt(segments: int, tokens: int, at_once: int, passes: int) -> None:
+    linear = LinearShape((0, 1), heads=1, d_k=16, d_v=16, conv_channels=48, conv_width=3, conv_dtype="float32")
+    plan = Plan(("kernels",), Workload(segments=segments, segment_tokens=tokens), 8)
+    n, length, shape = Bench(ArtifactLayout(linear, None), 1, torch.float32, plan, "cpu", 8192).compiled(linear)
+    assert (n, length) == (at_once, min(tokens, 8192)) and shape["passes"] == passes and shape["layers"] == 2
+
+
+def timed(suite: str, case: str, ms: float, **shape: int) -> Timing:
+    return Timing(suite=suite, case=case, values=[ms], shape=shape)
+
+
+def ran(name: str, *timings: Timing) -> EngineRun:
+    return EngineRun(name=name, flags=[], settings={}, start_seconds=1.0, timings=list(timings))
+
+
+def test_what_artifacts_cost_is_held_against_what_cold_takes_longer_than_warm() -> None:
+    layer = {"segments": 4, "passes": 4, "layers": 30}
+    kernels = [
+        timed("kernels", "copy, for the bandwidth", 9.0),
+        timed("kernels", "compile: T, one layer", 0.1, **layer),
+        timed("kernels", "compile: S, one layer", 0.05, **layer),
+        timed("kernels", "compile: capture interiors, all layers", 2.0, layers=10),
+        timed("kernels", "link: chain, one layer", 9.0, layers=30),
+    ]
+    cold, warm = timed("ttft", "cold", 900.0), timed("ttft", "warm", 100.0)
+    cost = artifact_cost(kernels, [ran("stock", timed("ttft", "cold", 1.0)), ran("hypic", cold, warm)])
+    assert cost is not None and cost.total == pytest.approx(4 * 30 * 0.15 + 2) and cost.share == pytest.approx(20 / 800)
+    assert arithmetic(cost) == (
+        "building artifacts, in ms: 4 forward passes x 30 layers x (0.100 T + 0.050 S) + 2.00 capture interiors = 20.00; "
+        "cold 900.0 - warm 100.0 = 800.0; 20.00 / 800.0 = 2.5%"
+    )
+    alone = artifact_cost(kernels, [])
+    assert alone is not None and alone.share is None and "the suite ttft on hypic says" in arithmetic(alone)
+    slow = artifact_cost(kernels, [ran("hypic", warm, timed("ttft", "cold", 90.0))])
+    assert slow is not None and slow.share is None and "no share of that" in arithmetic(slow)
+    assert artifact_cost(kernels[:1], []) is None
 
 
 def test_what_came_back_is_shown(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import os
 from hypic.config import from_env
 from hypic.engine import admission, forward, http, latent, lifecycle, model_classes, solved_chunks
 from hypic.engine.hook import Hook, HookTable
-from hypic.platform_cpu import cpu_mode
 
 _M = "sglang.srt.managers"
 _C = "sglang.srt.mem_cache"
@@ -83,6 +82,8 @@ SCHEDULER_HOOKS: tuple[Hook, ...] = (
          "natural positions; carry the run plan to the forward pass", ("batch", "model_runner")),
     Hook(f"{_RUNNER}.forward", "around", forward.forward,
          "interiors in, attention by the run plan, artifacts out", ("self", "forward_batch")),
+    Hook(solved_chunks.TARGET, "after", solved_chunks.keep,
+         "T of an interior is made of what SGLang's pass over its tokens solves anyway", ("k", "v", "g", "beta")),
     Hook("sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.get_handler", "around",
          latent.method_of_batch, "linked batches attend to the latent itself: their rows are runs, which SGLang's choice "
          "does not know", ("backend_name",)),
@@ -91,12 +92,6 @@ SCHEDULER_HOOKS: tuple[Hook, ...] = (
          ("logprobs", "token_ids_logprobs")),
 )  # fmt: skip
 
-GPU_HOOKS: tuple[Hook, ...] = (
-    Hook(solved_chunks.TARGET, "after", solved_chunks.keep,
-         "T of an interior is made of what SGLang's pass over its tokens solves anyway", ("k", "v", "g", "beta")),
-)  # fmt: skip
-"""Where CPU mode has no kernel to hook."""
-
 _table: HookTable | None = None
 
 
@@ -104,7 +99,7 @@ def table() -> HookTable:
     """The plugin's hooks, those of the HTTP front end included. One table a process."""
     global _table
     if _table is None:
-        _table = HookTable("hypic", (*SCHEDULER_HOOKS, *(() if cpu_mode() else GPU_HOOKS), *http.hooks()))
+        _table = HookTable("hypic", (*SCHEDULER_HOOKS, *http.hooks()))
     return _table
 
 

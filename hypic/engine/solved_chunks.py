@@ -55,7 +55,7 @@ def chunks_of_pass(
 def usable(backend: Any) -> bool:
     """Whether this backend's prefill goes through the hooked function."""
     kernel = getattr(getattr(backend, "kernel_dispatcher", None), "extend_kernel", None)
-    return type(kernel).__name__ == "TritonGDNKernel" and torch.device(backend.device).type == "cuda"
+    return type(kernel).__name__ == "TritonGDNKernel"
 
 
 @torch.no_grad()

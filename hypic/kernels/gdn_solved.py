@@ -24,7 +24,6 @@ from torch import Tensor
 
 from hypic.kernels._common import BLOB_ALIGN, Impl, blob_view, pick_impl, to_device
 from hypic.kernels._triton import block, constexpr, jit, require_triton, tl, triton_dtype
-from hypic.kernels.compile_plans import TransitionLists
 from hypic.kernels.gdn_transition import FORGOTTEN
 from hypic.kernels.wy import CHUNK
 
@@ -52,7 +51,8 @@ class SolvedLists(NamedTuple):
     tok: list[int]
     length: list[int]
     skip: list[int]
-    transition: TransitionLists
+    blob: list[int]
+    first: list[bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +91,7 @@ class SolvedPlan:
         on_device = to_device(
             {"tok": tok, "length": length, "skip": skip, "blob": blob, "first": np.asarray(first, np.int64)}, device
         )
-        transition = TransitionLists([], list(blob), list(first))
-        return cls(**on_device, lists=SolvedLists(list(tok), list(length), list(skip), transition))
+        return cls(**on_device, lists=SolvedLists(list(tok), list(length), list(skip), list(blob), list(first)))
 
 
 def gdn_transition_solved(
@@ -136,8 +135,7 @@ def gdn_transition_solved(
 
 def _solved_torch(chunks: SolvedChunks, arena: Tensor, t_off: int, plan: SolvedPlan, state_dtype: torch.dtype) -> None:
     (_, hk, dk), hv = chunks.k.shape, chunks.g.shape[1]
-    tok, length, skip, (_, blobs, first) = plan.lists
-    for start, n, seam, blob, fresh in zip(tok, length, skip, blobs, first, strict=True):
+    for start, n, seam, blob, fresh in zip(*plan.lists, strict=True):
         t = blob_view(arena, blob + t_off, (hv, dk, dk), state_dtype)
         if fresh:
             t.copy_(torch.eye(dk, device=t.device))

@@ -120,6 +120,13 @@ _HOOKS: tuple[Hook, ...] = (
         ("q", "k", "v", "g", "beta", "scale", "initial_state", "initial_state_indices", "cu_seqlens"),
     ),
     Hook(
+        f"{_FLA}.chunk.chunk_gated_delta_rule_fwd_intra",
+        "replace",
+        torch_ops.solve_chunks,
+        _NO_TRITON,
+        ("k", "v", "g", "beta", "cu_seqlens", "chunk_size", "chunk_indices"),
+    ),
+    Hook(
         f"{_FLA}.fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode",
         "replace",
         torch_ops.fused_recurrent_gated_delta_rule_packed_decode,

@@ -115,7 +115,7 @@ def chunk_gated_delta_rule(
 
     Inside a chunk, with G the running sum of g, S_t = e^{G_t} S_0 + sum_{i<=t} e^{G_t-G_i} u_i k_i^T, where the
     pseudo-values u solve a unit lower triangular system that does not involve S_0 on its left-hand side. So all chunks
-    are solved at once; only S_0 is passed from chunk to chunk.
+    are solved at once, by the function that SGLang's own kernels call for it; only S_0 is passed from chunk to chunk.
 
     Args:
         q, k: [1, T, H, K].  v: [1, T, HV, V].  g (log decay), beta: [1, T, HV].
@@ -125,49 +125,82 @@ def chunk_gated_delta_rule(
     Returns:
         o [1, T, HV, V]; None; the states at the start of every chunk of every sequence, [1, chunks, HV, V, K].
     """
+    from sglang.kernels.ops.attention.fla import chunk  # where hooks put solve_chunks, and the plugin listens to it
+
     assert not head_first and q.shape[0] == 1, "packed [1, T, heads, dim] input expected"
     assert initial_state is not None
     scale = k.shape[-1] ** -0.5 if scale is None else scale
-    spans = list(_spans(cu_seqlens)) if cu_seqlens is not None else [(0, v.shape[1])]
+    heads, pack = v.shape[2], _ChunkPacking.of(cu_seqlens, v.shape[1])
     if initial_state_indices is None:
-        slots = list(range(len(spans)))
+        slots = list(range(len(pack.ranges)))
     else:
         slots = initial_state_indices.tolist()
 
-    pack = _ChunkPacking(spans)
-    q, k = (_expand_heads(_l2norm(t) if use_qk_l2norm_in_kernel else t.float(), v.shape[2]) for t in (q[0], k[0]))
-    q, k, v_, g_, beta_ = (pack.split(t.float()) for t in (q * scale, k, v[0], g[0], beta[0]))
+    q, k = (_l2norm(t) if use_qk_l2norm_in_kernel else t.float() for t in (q[0], k[0]))
+    total = pack.split(g[0].float()).cumsum(1)  # [chunks, C, HV]; padded tokens have g = k = u = 0 and change nothing
+    w, u, _ = chunk.chunk_gated_delta_rule_fwd_intra(
+        k=k[None], v=v.float(), g=pack.join(total)[None], beta=beta.float(), cu_seqlens=cu_seqlens
+    )
+    q, k, w, u = (
+        pack.split(t).transpose(1, 2) for t in (_expand_heads(q * scale, heads), _expand_heads(k, heads), w[0], u[0])
+    )
+    total = total.transpose(1, 2)  # and the others [chunks, HV, C, dim]
 
-    total = g_.cumsum(1)  # [chunks, C, HV]; padded tokens have g = beta = k = 0 and change nothing
-    total = total.transpose(1, 2)
-    q, k, v_ = (t.transpose(1, 2) for t in (q, k, v_))  # [chunks, HV, C, dim]
-    weight = beta_.transpose(1, 2).unsqueeze(-1)
-    decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp().tril()  # e^{G_t - G_i}, i <= t
-    grown = total.exp().unsqueeze(-1)  # e^{G_t}
-
-    system = (weight * (k @ k.mT) * decay).tril(-1)
-    right = torch.cat([weight * v_, weight * grown * k], dim=-1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    u_free, u_state = solved.split([v_.shape[-1], k.shape[-1]], dim=-1)  # u = u_free - u_state S_0^T
-
-    scores = (q @ k.mT) * decay
-    q_state = grown * q
+    scores = (q @ k.mT) * _decay(total).tril()
+    q_state = total.exp().unsqueeze(-1) * q
     k_end = (total[..., -1:] - total).exp().unsqueeze(-1) * k
     end_decay = total[..., -1].exp()[..., None, None]
 
-    out = torch.empty_like(v_)
+    out = torch.empty_like(u)
     starts = initial_state.new_empty((pack.chunks, *initial_state.shape[1:]), dtype=torch.float32)
     for slot, chunk_range in zip(slots, pack.ranges, strict=True):
         state = initial_state[slot].float() if slot >= 0 else torch.zeros_like(initial_state[0], dtype=torch.float32)
         for c in chunk_range:
             starts[c] = state
-            u = u_free[c] - u_state[c] @ state.mT
-            out[c] = q_state[c] @ state.mT + scores[c] @ u
-            state = end_decay[c] * state + u.mT @ k_end[c]
+            written = u[c] - w[c] @ state.mT
+            out[c] = q_state[c] @ state.mT + scores[c] @ written
+            state = end_decay[c] * state + written.mT @ k_end[c]
         if slot >= 0 and len(chunk_range):
             initial_state[slot] = state.to(initial_state.dtype)
     o = pack.join(out.transpose(1, 2)).to(v.dtype)
     return o[None], None, starts[None].to(v.dtype)
+
+
+def solve_chunks(
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = CHUNK,
+    chunk_indices: object = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The triangular systems of all chunks: with L_ti = beta_t e^{G_t-G_i} k_t . k_i, i < t, inside of a chunk,
+
+        W = (I + L)^-1 beta e^G K,  U = (I + L)^-1 beta V.
+
+    Args:
+        k: [1, T, H, K], normalised.  v: [1, T, HV, V].  g: G [1, T, HV], summed up inside of chunks.  beta: [1, T, HV].
+
+    Returns:
+        W [1, T, HV, K]; U [1, T, HV, V]; rows of (I + L)^-1, [1, T, HV, CHUNK].
+    """
+    assert g is not None and beta is not None and chunk_size == CHUNK
+    pack = _ChunkPacking.of(cu_seqlens, v.shape[1])
+    parts = (_expand_heads(k[0].float(), v.shape[2]), v[0].float(), g[0].float(), beta[0].float())
+    k_, v_, total, weight = (pack.split(t).transpose(1, 2) for t in parts)
+    weight = weight.unsqueeze(-1)
+    system = (weight * (k_ @ k_.mT) * _decay(total)).tril(-1)
+    eye = torch.eye(system.shape[-1]).expand_as(system)
+    inverse = torch.linalg.solve_triangular(system, eye, upper=False, unitriangular=True)
+    w, u = inverse @ (weight * total.exp().unsqueeze(-1) * k_), inverse @ (weight * v_)
+    rows = F.pad(inverse, (0, CHUNK - inverse.shape[-1]))
+    return tuple(pack.join(t.transpose(1, 2))[None] for t in (w, u, rows))  # type: ignore[return-value]
+
+
+def _decay(total: Tensor) -> Tensor:
+    """e^{G_t - G_i} for i <= t, [..., C, C]; at most 1 above the diagonal and at padded tokens, where nothing reads it."""
+    return (total.unsqueeze(-1) - total.unsqueeze(-2)).clamp(max=0.0).exp()
 
 
 class _ChunkPacking:
@@ -185,6 +218,10 @@ class _ChunkPacking:
             rows.append(torch.arange(end - start) + self.chunks * self.size)
             self.chunks += count
         self.rows = torch.cat(rows)  # where token t of the packed input stands
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor | None, tokens: int) -> _ChunkPacking:
+        return cls(list(_spans(cu_seqlens)) if cu_seqlens is not None else [(0, tokens)])
 
     def split(self, x: Tensor) -> Tensor:
         padded = x.new_zeros(self.chunks * self.size, *x.shape[1:])

@@ -121,7 +121,9 @@ class Gdn(Family):
         if not solved_chunks.usable(backend):
             return False
         layer = next(m for m in model_runner.model.modules() if type(m).__name__ == "RadixLinearAttention")
-        return not proof or solved_chunks.agrees(shape, layer.num_k_heads, model_runner.dtype, torch.device(backend.device))
+        return not proof or solved_chunks.agrees(
+            shape, layer.num_k_heads, model_runner.dtype, torch.device(backend.device)
+        )
 
 
 FAMILY = Gdn()

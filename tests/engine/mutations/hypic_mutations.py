@@ -25,15 +25,15 @@ def transition_is_identity() -> None:
     from hypic.engine.families import gdn
     from hypic.kernels._common import blob_view
 
-    original = gdn.gdn_transition
+    original = gdn.gdn_transition_solved
 
-    def transition(k: Any, g: Any, beta: Any, *, arena: Any, t_off: int, plan: Any, **rest: Any) -> None:
-        original(k, g, beta, arena=arena, t_off=t_off, plan=plan, **rest)
-        heads, dim = g.shape[1], k.shape[2]
+    def transition(chunks: Any, *, arena: Any, t_off: int, plan: Any, **rest: Any) -> None:
+        original(chunks, arena=arena, t_off=t_off, plan=plan, **rest)
+        heads, dim = chunks.w.shape[1:]
         for blob in plan.lists.blob:
             blob_view(arena, blob + t_off, (heads, dim, dim), torch.float32).copy_(torch.eye(dim))
 
-    gdn.gdn_transition = transition  # type: ignore[assignment]
+    gdn.gdn_transition_solved = transition  # type: ignore[assignment]
 
 
 def end_state_keeps_the_seam() -> None:

@@ -38,6 +38,14 @@ def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: 
     return torch.stack(out), states
 
 
+@pytest.fixture(autouse=True)
+def hooked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CPU mode's hook table has it."""
+    from sglang.kernels.ops.attention.fla import chunk
+
+    monkeypatch.setattr(chunk, "chunk_gated_delta_rule_fwd_intra", ops.solve_chunks)
+
+
 def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
     torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
 

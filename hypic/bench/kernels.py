@@ -20,14 +20,13 @@ from torch import Tensor
 
 from hypic.artifact.arena import align
 from hypic.artifact.layout import ArtifactLayout, LinearShape
+from hypic.bench.composition_error import composition_errors
+from hypic.bench.gdn_kernels import gdn_compile_cases, random_gdn, solves
 from hypic.bench.layer_kernels import chain_case, compile_cases
 from hypic.bench.result import EngineRun, Timing
 from hypic.bench.suites import Plan
 from hypic.config import HypicConfig
 from hypic.kernels.gdn_chain import ChainItem, ChainPlan, chain_scratch, gdn_chain
-from hypic.kernels.gdn_end_states import NO_STATE, EndStatesPlan, gdn_end_states
-from hypic.kernels.gdn_keys import TransitionPlan, gdn_keys
-from hypic.kernels.gdn_transition import TransitionScratch, gdn_transition
 from hypic.kernels.relocate import InteriorPlan, capture_interiors, relocate_interiors
 from hypic.kernels.seam_attention import SeamPlan, seam_attention
 from hypic.kernels.seam_plan import SeamShape
@@ -40,7 +39,11 @@ _SLEEP_CYCLES = 4_000_000  # about 2 ms
 
 
 class Bench:
-    """Tensors of one layer of the model, shared by the cases. ``chunk``: most tokens of a forward pass."""
+    """Tensors of one layer of the model, shared by the cases.
+
+    Attributes:
+        chunk: most tokens of a forward pass. solved: T of GDN comes out of SGLang's own pass (engine.solved_chunks).
+    """
 
     def __init__(
         self,
@@ -50,13 +53,18 @@ class Bench:
         plan: Plan,
         device: str,
         chunk: int = COMPILE_TOKENS,
+        solved: bool = False,
     ) -> None:
         self.layout, self.q_heads, self.dtype, self.device, self.chunk = layout, q_heads, dtype, device, chunk
-        self.work, self.w = plan.workload, plan.seam_window
+        self.work, self.w, self.solved = plan.workload, plan.seam_window, solved
         self.rng = torch.Generator(device).manual_seed(plan.workload.seed)
         self.interior = max(self.work.segment_tokens - self.w, 0)
         self.stride = align(layout.payload_bytes(self.interior)) + 256
         self.flush = torch.empty(_FLUSH_BYTES if device == "cuda" else 1, dtype=torch.uint8, device=device)
+
+    @property
+    def gdn(self) -> bool:
+        return self.layout.linear is not None and self.layout.linear.family == "gdn"
 
     def randn(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.randn(*shape, generator=self.rng, device=self.device).to(dtype or self.dtype)
@@ -103,99 +111,18 @@ class Bench:
     def cases(self) -> Iterator[Timing]:
         yield self._copy()
         if self.layout.linear is not None:
-            yield from self._compile(self.layout.linear)
+            yield from (gdn_compile_cases if self.gdn else compile_cases)(self, self.layout.linear)
             yield from self._chain(self.layout.linear)
         if self.layout.full is not None:
             yield from self._interiors()
             yield from self._seams()
+        if self.layout.linear is not None and self.gdn:
+            yield from composition_errors(self, self.layout.linear)
 
     def _copy(self) -> Timing:
         source = torch.zeros(_COPY_BYTES if self.device == "cuda" else 1 << 20, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
         return self.timing("copy, for the bandwidth", lambda: target.copy_(source), bytes=2 * source.numel())
-
-    def _gdn(self, linear: LinearShape, tokens: int) -> tuple[dict[str, Any], tuple[Tensor, Tensor, Tensor]]:
-        """Parameters as the kernels take them, and x, a, b of a batch."""
-        channels, v_heads, d_k = linear.conv_channels, linear.heads, linear.d_k
-        k_heads = (channels - v_heads * linear.d_v) // (2 * d_k)
-        parameters = dict(
-            conv_weight=self.randn(channels, linear.conv_width + 1),
-            conv_bias=None,
-            activation="silu",
-            A_log=self.randn(v_heads, dtype=torch.float32) - 1.5,
-            dt_bias=self.randn(v_heads, dtype=torch.float32),
-            num_k_heads=k_heads,
-            num_v_heads=v_heads,
-            head_k_dim=d_k,
-            head_v_dim=linear.d_v,
-        )
-        return parameters, (self.randn(tokens, channels), self.randn(tokens, v_heads), self.randn(tokens, v_heads))
-
-    def _compile(self, linear: LinearShape) -> Iterator[Timing]:
-        """The linear part of as many artifacts as one forward pass compiles; no head forgets its interior.
-
-        GDN's T is timed in two parts, for which other families have no counterpart.
-        """
-        if linear.family != "gdn":
-            yield from compile_cases(self, linear)
-            return
-        n, length, shape = self.compiled(linear)
-        seam, layer = min(self.w, length), linear.layer_ids[0]
-        parameters, (x, a, b) = self._gdn(linear, n * length)
-        parameters["A_log"] -= 8.0
-        starts, blobs = [i * length for i in range(n)], [i * self.stride for i in range(n)]
-        conv = self.randn(n, linear.conv_channels, linear.conv_width, dtype=getattr(torch, linear.conv_dtype))
-        plan = TransitionPlan.build(
-            seq_tok=starts,
-            seq_len=[length] * n,
-            seq_skip=[seam] * n,
-            seq_slot=list(range(n)),
-            seq_fresh=[True] * n,
-            blob=blobs,
-            first=[True] * n,
-            device=self.device,
-        )
-        arena, state = self.arena(n), getattr(torch, linear.state_dtype)
-        t_off, s_off = self.layout.t_offset(layer), self.layout.s_offset(layer)
-
-        def keys() -> tuple[Tensor, Tensor, Tensor]:
-            return gdn_keys(x, a, b, conv_pool=conv, plan=plan, **parameters)
-
-        yield self.timing("compile: keys and gates, one layer", keys, **shape)
-        k, g, beta = keys()
-        scratch = TransitionScratch.of(plan, k, g)
-        yield self.timing(
-            "compile: T, one layer",
-            lambda: gdn_transition(k, g, beta, arena=arena, t_off=t_off, plan=plan, state_dtype=state, scratch=scratch),
-            **shape,
-        )
-        seams = ChainPlan.build(
-            rows=[[ChainItem(at, seam)] for at in starts],
-            slot=list(range(n)),
-            fresh=[True] * n,
-            conv_width=linear.conv_width + 1,
-            device=self.device,
-        )
-        out = torch.empty(n * length, linear.heads, linear.d_v, dtype=self.dtype, device=self.device)
-        seam_states, ends = (self.randn(n, linear.heads, linear.d_v, linear.d_k, dtype=torch.float32) for _ in range(2))
-        chain = torch.empty(chain_scratch(seams, linear.conv_channels, linear.heads), device=self.device)
-        states: dict[str, Any] = {"arena": arena, "t_off": t_off, "s_off": s_off, "state_dtype": state}
-        yield self.timing(
-            "compile: states after the seams, one layer",
-            lambda: gdn_chain(
-                x, a, b, **parameters, conv_pool=conv, ssm_pool=seam_states, **states, c_off=0, plan=seams, out=out,
-                scratch=chain,
-            ),
-            **shape,
-        )  # fmt: skip
-        source = list(range(n)) if seam else [NO_STATE] * n
-        due = EndStatesPlan.build(slot=list(range(n)), seam=source, ends=[True] * n, blob=blobs, device=self.device)
-        yield self.timing(
-            "compile: S, one layer",
-            lambda: gdn_end_states(ends, seam_states, **states, plan=due),
-            **shape,
-            bytes=n * (self.layout.t_layer + self.layout.s_layer) + seam_states.nbytes + ends.nbytes,
-        )
 
     def _chain(self, linear: LinearShape) -> Iterator[Timing]:
         """The linear layer of a warm link: system, then seam and artifact of each segment, then the query."""
@@ -210,7 +137,7 @@ class Bench:
         if linear.family != "gdn":
             yield chain_case(self, linear, items, tokens)
             return
-        parameters, (x, a, b) = self._gdn(linear, tokens)
+        parameters, (x, a, b) = random_gdn(self, linear, tokens)
         arena, layer = self.arena(work.segments), linear.layer_ids[0]
         plan = ChainPlan.build(
             rows=[items], slot=[0], fresh=[True], conv_width=linear.conv_width + 1, device=self.device
@@ -320,19 +247,20 @@ def run(plan: Plan, config: HypicConfig, argv: list[str]) -> Iterator[EngineRun]
     heads = model.num_attention_heads // server_args.tp_size
     device = "cuda" if torch.cuda.is_available() else "cpu"
     chunk = server_args.chunked_prefill_size
-    bench = Bench(layout, heads, model.dtype, plan, device, chunk if chunk and chunk > 0 else COMPILE_TOKENS)
+    chunk = chunk if chunk and chunk > 0 else COMPILE_TOKENS
+    solved = device == "cuda" and layout.linear is not None and solves(layout.linear, server_args, model.dtype)
+    bench = Bench(layout, heads, model.dtype, plan, device, chunk, solved)
     settings = {
         "dtype": str(model.dtype), "state_dtype": layout.linear and layout.linear.state_dtype, "device": device,
-        "chunk": bench.chunk,
+        "chunk": chunk, "T": "out of SGLang's pass" if solved else "of kernels of our own",
     }  # fmt: skip
     found = EngineRun(name="kernels", flags=argv, settings=settings, start_seconds=0.0, timings=[])
     for timing in bench.cases():
         rate = f", {timing.shape['bytes'] / timing.median / 1e6:,.0f} GB/s" if "bytes" in timing.shape else ""
         found.start_seconds = time.perf_counter() - began
-        print(
-            f"kernels {timing.case}: {timing.median:.4f} {timing.unit}{rate}, {found.start_seconds:.0f} s after the start",
-            flush=True,
-        )
+        value = f"{timing.median:.4f}" if timing.unit == "ms" else f"{timing.median:.2g}"
+        after = f"{found.start_seconds:.0f} s after the start"
+        print(f"{timing.suite} {timing.case}: {value} {timing.unit}{rate}, {after}", flush=True)
         found.timings.append(timing)
         yield found
 

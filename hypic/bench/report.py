@@ -13,7 +13,7 @@ from hypic.bench import scatter_report
 from hypic.bench.artifact_cost import arithmetic
 from hypic.bench.dummy import told
 from hypic.bench.result import BenchResult, EngineRun, Timing
-from hypic.bench.suites import KERNELS
+from hypic.bench.suites import COMPOSITION, KERNELS
 from hypic.bench.workload import Workload
 
 FIT_TERMS = ("fixed", "per segment", "per computed token", "per cached token", "per attended pair")
@@ -45,7 +45,10 @@ def fit(points: Sequence[Timing]) -> dict[str, float] | None:
 def tables(result: BenchResult) -> Iterator[Table]:
     """One table per suite, and one of the fit."""
     for suite in dict.fromkeys(t.suite for e in result.engines for t in e.timings):
-        yield _kernels_table(result) if suite == KERNELS else _suite_table(suite, result)
+        if suite in (KERNELS, COMPOSITION):
+            yield _kernels_table(result) if suite == KERNELS else _composition_table(result)
+        else:
+            yield _suite_table(suite, result)
     if result.scatter is not None:
         work = Workload(**result.workload)
         yield scatter_report.table(result.scatter, work)
@@ -91,6 +94,20 @@ def _kernels_table(result: BenchResult) -> Table:
         table.add_row(t.case, *numbers, str(t.shape.get("layers", "")), rate)
     if result.artifact_cost is not None:
         table.caption = arithmetic(result.artifact_cost)
+    return table
+
+
+def _composition_table(result: BenchResult) -> Table:
+    timings = [t for e in result.engines for t in e.timings if t.suite == COMPOSITION]
+    shape = timings[0].shape
+    title = f"state of one layer after {shape['segments']} segments of {shape['segment_tokens']} tokens: |h - truth| / |truth|"
+    table = Table(title=f"{title}, {shape['heads']} heads")
+    for column in ("way", "median head", "worst head", "worst / stock's worst"):
+        table.add_column(column, justify="left" if column == "way" else "right")
+    stock = max(timings[0].values)
+    for t in timings:
+        worst = max(t.values)
+        table.add_row(t.case, f"{t.median:.2g}", f"{worst:.2g}", f"{worst / stock:.2f}" if stock else "")
     return table
 
 

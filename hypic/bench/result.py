@@ -15,8 +15,8 @@ class Timing(msgspec.Struct, kw_only=True):
 
     Attributes:
         suite, case: what was timed (`hypic.bench.suites`).
-        values: every repetition, in order.
-        unit: of the values: "ms" or "tok/s".
+        values: every repetition, in order; of an error, every head.
+        unit: of the values: "ms", "tok/s", or "of |h|", an error relative to a state.
         cached: `cached_tokens` of every repetition, where it has a meaning.
         shape: numbers that say which point of a sweep this is (segments, segment_tokens, computed, pairs, together).
     """

@@ -96,7 +96,7 @@ def run_bench(
         say(f"kernels: {shlex.join(argv)}")
         command = ["hypic.bench.kernels", msgspec.json.encode(plan).decode(), msgspec.json.encode(config).decode()]
         timed = list(result.engines)
-        for found in _child("kernels", [*command, *argv], ours | {"HYPIC_ENABLED": "0"}, say):
+        for found in _child("kernels", [*command, *argv], ours, say):
             result.engines = [*timed, found]
             keep(result)
         result.artifact_cost = cost = artifact_cost(result.engines[-1].timings, timed)

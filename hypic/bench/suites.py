@@ -7,7 +7,8 @@ ttft         cold: a prompt never seen. prefix hit: the same documents in the sa
              at once, prompt and answer tokens per second.
 concurrency  warm (stock: prefix hit) requests sent at once: the worst TTFT of each round.
 scale        warm TTFT over numbers and lengths of segments (hypic only).
-kernels      hypic's kernels at the model's shape, without an engine (``hypic.bench.kernels``).
+kernels      hypic's kernels at the model's shape, without an engine (``hypic.bench.kernels``); of GDN models also what joining
+             adds to a state's error (``hypic.bench.composition_error``).
 scatter      cold prompts over numbers of workers behind a router (``hypic.bench.scatter``).
 """
 
@@ -157,6 +158,8 @@ SUITES: dict[str, Callable[[Client, Plan], Iterator[Timing]]] = {
 
 
 KERNELS = "kernels"
+COMPOSITION = "composition"
+"""Comes with the suite kernels, see hypic.bench.composition_error."""
 SCATTER = "scatter"
 
 

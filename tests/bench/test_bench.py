@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from hypic.artifact.layout import ArtifactLayout, FullShape, LinearShape
 from hypic.bench.artifact_cost import arithmetic, artifact_cost
+from hypic.bench.gdn_kernels import gdn_compile_cases
 from hypic.bench.kernels import Bench
 from hypic.bench.report import FIT_TERMS, fit, plot, tables
 from hypic.bench.result import BenchResult, EngineRun, Timing
@@ -147,7 +148,7 @@ def test_for_real(tiny_model: Any, tmp_path: Path) -> None:
     assert (cost["cold"], cost["warm"]) == (cases["cold"]["values"][0], cases["warm"]["values"][0])
     said = (tmp_path / "bench.md").read_text()
     assert "* building artifacts, in ms: 1 forward pass x 3 layers x (" in said and "| hypic | cold |" in said
-    assert "the heads of 3 linear layers remember" in said
+    assert "the heads of 3 linear layers remember" in said and "| joined: T and S in float32 |" in said
     assert list(cases) == ["cold", "warm", "turn", "ordinary", "decode", "throughput", "warm, 2 at once"]
     assert all(len(t["values"]) == 1 and t["values"][0] > 0 for t in cases.values())
     assert cases["cold"]["cached"][0] <= 3, "the system prompt at most, from the radix tree"
@@ -167,13 +168,17 @@ def test_what_was_timed_before_an_engine_fails_is_kept(tiny_model: Any, tmp_path
 
 
 def test_kernels_of_a_linear_layer_are_timed_and_add_up() -> None:
+    from sglang.srt.plugins import load_plugins
+
     linear = LinearShape((0, 1, 2), heads=4, d_k=16, d_v=24, conv_channels=160, conv_width=3, conv_dtype="float32")
     full = FullShape((3,), heads=1, d_k=32, d_v=32, dtype="float32")
     work = Workload(system=3, segments=3, segment_tokens=70, query=4, reps=2)
     plan = Plan(("kernels",), work, 8)
+    load_plugins()  # the error of joining needs the CPU's stand-ins for SGLang's kernels
     timings = list(Bench(ArtifactLayout(linear, full), 2, torch.float32, plan, "cpu").cases())
-    by_case = {t.case: t for t in timings}
-    assert len(by_case) == 9 and all(len(t.values) == 2 and min(t.values) > 0 for t in timings)
+    assert [t.case.partition(":")[0] for t in timings if t.suite == "composition"] == ["stock", "joined", "joined"]
+    by_case = {t.case: t for t in timings if t.suite == "kernels"}
+    assert len(by_case) == 9 and all(len(t.values) == 2 and min(t.values) > 0 for t in by_case.values())
     chain = by_case["link: chain, one layer"]
     assert chain.shape["tokens"] == work.seams(8)
     assert chain.shape["bytes"] == 3 * 4 * (16 * 16 + 16 * 24) * 4, "T and S of three segments"
@@ -187,6 +192,12 @@ def test_kernels_of_a_linear_layer_are_timed_and_add_up() -> None:
     cost = artifact_cost(timings, [])
     assert cost is not None and cost.share is None
     assert cost.total == pytest.approx(3 * sum(t.median for t in layered) + captured)
+    solved = list(
+        gdn_compile_cases(Bench(ArtifactLayout(linear, full), 2, torch.float32, plan, "cpu", solved=True), linear)
+    )
+    cost = artifact_cost(solved, [])
+    assert cost is not None, "where SGLang's pass leaves T's systems solved, ours are no part of a compile"
+    assert list(cost.per_layer) == ["T out of SGLang's pass", "states after the seams", "S"]
 
 
 def test_kernels_of_another_family_are_timed_and_add_up() -> None:

@@ -28,14 +28,12 @@ def key_heads(linear: LinearShape) -> int:
     return (linear.conv_channels - linear.heads * linear.d_v) // (2 * linear.d_k)
 
 
-def solves(linear: LinearShape, server_args: Any, dtype: torch.dtype) -> bool:
+def solves(linear: LinearShape, server_args: Any, dtype: torch.dtype, device: str) -> bool:
     """Whether a server with these flags makes T out of what SGLang's own pass solves; tried out as at its start."""
-    if (
-        linear.family != "gdn"
-        or (server_args.linear_attn_prefill_backend or server_args.linear_attn_backend) != "triton"
-    ):
+    backend = server_args.linear_attn_prefill_backend or server_args.linear_attn_backend
+    if linear.family != "gdn" or backend != "triton":
         return False
-    return solved_chunks.agrees(linear, key_heads(linear), dtype, torch.device("cuda"))
+    return solved_chunks.agrees(linear, key_heads(linear), dtype, torch.device(device))
 
 
 def random_gdn(bench: Bench, linear: LinearShape, tokens: int) -> tuple[dict[str, Any], tuple[Tensor, Tensor, Tensor]]:

@@ -248,7 +248,7 @@ def run(plan: Plan, config: HypicConfig, argv: list[str]) -> Iterator[EngineRun]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     chunk = server_args.chunked_prefill_size
     chunk = chunk if chunk and chunk > 0 else COMPILE_TOKENS
-    solved = device == "cuda" and layout.linear is not None and solves(layout.linear, server_args, model.dtype)
+    solved = layout.linear is not None and solves(layout.linear, server_args, model.dtype, device)
     bench = Bench(layout, heads, model.dtype, plan, device, chunk, solved)
     settings = {
         "dtype": str(model.dtype), "state_dtype": layout.linear and layout.linear.state_dtype, "device": device,

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from hypic.algebra.naive import gated_delta_net
 from hypic.artifact.layout import ArtifactLayout, LinearShape
-from hypic.bench import composition_error as module
 from hypic.bench.composition_error import Trial, composition_errors
 from hypic.bench.kernels import Bench
 from hypic.bench.result import Timing
@@ -19,8 +17,6 @@ from hypic.bench.suites import Plan
 from hypic.bench.workload import Workload
 from hypic.engine.families.gdn import GdnLayer
 from hypic.kernels.gdn_inputs import gates_torch
-from hypic.kernels.gdn_solved import SolvedChunks
-from hypic.kernels.wy import CHUNK, Chunk
 
 LENGTH, SEGMENTS = 150, 3
 STOCK = "stock: all tokens in one run of its kernel"
@@ -92,34 +88,7 @@ def test_a_wrong_operator_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None
     assert max(errors(torch.float32)["joined: T and S in float32"].values) > 0.05
 
 
-class Solving(Trial):
-    """SGLang's pass as it is on a GPU, where it leaves its chunks' systems solved."""
-
-    def _native(self, begin: int, end: int, solved: bool) -> tuple[Tensor, SolvedChunks | None]:
-        state, _ = super()._native(begin, end, False)
-        if not solved:
-            return state, None
-        _, k, _ = self._qkv(begin, end, torch.float32, alone=True)
-        k = torch.nn.functional.normalize(k, dim=-1)
-        g, beta = gates_torch(GdnGates(self.parameters), *(t[begin:end] for t in self.inputs[1:]))  # type: ignore[arg-type]
-        parts: list[list[Tensor]] = [[], [], []]
-        for at in range(0, end - begin, CHUNK):
-            part = slice(at, min(at + CHUNK, end - begin))
-            keys = k[part].repeat_interleave(2, 1).transpose(0, 1)
-            chunk = Chunk.of(keys, g[part].T, beta[part].T)
-            inverse = torch.linalg.inv(torch.eye(keys.shape[1]) + chunk.lower)
-            decay = chunk.log_decay[..., 0]
-            w = inverse @ (keys * (beta[part].T * decay.exp())[..., None])
-            for found, x in zip(
-                parts, (decay, w, torch.nn.functional.pad(inverse, (0, CHUNK - len(inverse[0])))), strict=True
-            ):
-                found.append(x.transpose(0, 1))
-        g, w, inverse = (torch.cat(p).contiguous() for p in parts)
-        return state, SolvedChunks(k.contiguous(), g, beta.contiguous(), w, inverse)
-
-
 def test_operators_out_of_sglangs_pass_are_joined_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "Trial", Solving)
     found = errors(torch.float32, solved=True)
     assert len(found) == 5 and "joined: T and S in bfloat16, T of kernels of our own" in found
     assert max(found["joined: T and S in float32"].values) < 2e-6

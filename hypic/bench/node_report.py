@@ -12,6 +12,7 @@ import msgspec
 from hypic.bench import scatter_report
 from hypic.bench.report import markdown_table
 from hypic.bench.result import BenchResult
+from hypic.bench.scatter import SHORT
 from hypic.bench.workload import Workload
 from hypic.router.simulate import Request, simulate
 from hypic.traces import report as replay_report
@@ -42,7 +43,7 @@ def write(out: Path, found: NodeResult, bench: BenchResult, replay: ReplayResult
     """All files anew: what there is after each stage."""
     scatter, work = bench.scatter, Workload(**bench.workload)
     if scatter is not None and scatter.costs is not None:
-        for segments in dict.fromkeys(tuple(r.segments) for r in scatter.runs):
+        for segments in dict.fromkeys(tuple(r.segments) for r in scatter.runs if r.workload != SHORT):
             request = Request(segments, work.system + work.query)
             name = f"{len(segments)} segments, {sum(segments)} tokens"
             found.simulated[name] = {n: 1e3 * simulate(scatter.costs, n, [request])[0].ttft for n in SIMULATED}

@@ -27,6 +27,8 @@ from hypic.router.launch.supervisor import get_json
 
 POLICIES = ("lpt", "round_robin")
 WORKLOADS = ("equal", "uneven")
+SHORT, SHORT_TOKENS = "short", 64
+"""A workload of one segment, the shortest that is cached: what a forward pass and a link take at least."""
 _UNEVEN = (0.25, 0.5, 0.75, 1.0)
 """Lengths of all segments but the first, as shares of the workload's; the first has four times that."""
 _WARM_UP = (3, 2)
@@ -53,6 +55,8 @@ class Case(NamedTuple):
 
 def lengths(work: Workload, name: str) -> list[int]:
     """Tokens of each segment of a workload."""
+    if name == SHORT:
+        return [SHORT_TOKENS]
     if name == "equal":
         return [work.segment_tokens] * work.segments
     rest = [int(work.segment_tokens * _UNEVEN[i % len(_UNEVEN)]) for i in range(work.segments - 1)]
@@ -67,6 +71,8 @@ def cases(work: Workload, plan: Scatter) -> Iterator[Case]:
                 for n in sorted(set(plan.workers)):
                     if n > 1 or policy == POLICIES[0]:
                         yield Case(count, workload, policy, n)
+                if (policy, workload) == (POLICIES[0], WORKLOADS[0]) and count == (plan.counts or (work.segments,))[0]:
+                    yield Case(1, SHORT, policy, 1)
 
 
 class Bench:

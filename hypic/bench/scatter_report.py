@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean, linear_regression
 from typing import NamedTuple
 
 import msgspec
 from rich.table import Table
 
+from hypic.bench.scatter import SHORT
 from hypic.bench.scatter_result import ScatterResult, ScatterRun, StockRun
 from hypic.bench.workload import Workload
 from hypic.router.costs import Costs
@@ -17,6 +19,8 @@ from hypic.router.simulate import Request, simulate
 
 IDEAL, BOUND, PREDICTED = 0.9, 1.1, 0.15
 """Targets: of T_compile / N + T_link; of the makespan bound; of the simulation."""
+STEADY = 1.1
+"""By what factor the time of the same work may change before two policies cannot be compared."""
 
 
 class Verdict(NamedTuple):
@@ -33,16 +37,32 @@ def alone(result: ScatterResult, run: ScatterRun) -> ScatterRun | None:
 
 
 def measured_costs(result: ScatterResult, costs: Costs) -> Costs:
-    """The router's `costs`, with speed and link of one worker where that was timed."""
-    one = next((r for r in result.runs if r.workers == 1 and r.workload == "equal"), None)
+    """The router's `costs`, with speed, link and shortest pass of one worker where that was timed."""
+    alone = [r for r in result.runs if r.workers == 1]
+    one = next((r for r in alone if r.workload == "equal"), None)
     if one is None:
         return costs
+    short = next((r for r in alone if r.workload == SHORT), None)
+    link, link_segment = _line([(len(r.segments), r.median("link") / 1e3) for r in alone])
     return msgspec.structs.replace(
         costs,
         source="hypic bench --suites scatter",
         tokens_per_s=1e3 * sum(one.segments) / one.median("compile"),
-        link_s=one.median("link") / 1e3,
+        forward_s=short.median("compile") / 1e3 if short else costs.forward_s,
+        link_s=link,
+        link_segment_s=link_segment,
+        link_token_s=0.0,
     )
+
+
+def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
+    """Least squares: where the line begins and how steep it is, neither below 0."""
+    slope = begin = 0.0
+    if len({x for x, _ in points}) > 1:
+        slope, begin = linear_regression(*zip(*points, strict=True))
+    if slope <= 0:
+        return fmean(y for _, y in points), 0.0
+    return max(begin, 0.0), slope
 
 
 def reckon(result: ScatterResult, work: Workload) -> None:
@@ -71,10 +91,14 @@ def verdicts(result: ScatterResult, work: Workload) -> Iterator[Verdict]:
     bounds = [(r.median("compile") / r.makespan_bound, r) for r in several if r.makespan_bound]
     yield _worst(f"LPT within {BOUND - 1:.0%} of the makespan's bound", bounds, BOUND)
     other = {(r.workers, tuple(r.segments)): r for r in result.runs if r.policy == "round_robin"}
-    pairs = [
-        (r.median("ttft") / o.median("ttft"), r) for r in several if (o := other.get((r.workers, tuple(r.segments))))
-    ]
-    yield _worst("LPT no slower than round robin (5% of noise)", pairs, 1.05)
+    pairs = [(o, r) for r in several if (o := other.get((r.workers, tuple(r.segments))))]
+    slower = [(r.median("ttft") / o.median("ttft"), r) for o, r in pairs]
+    yield _worst("LPT no slower than round robin (5% of noise)", slower, 1.05)
+    links = [(o.median("link") / r.median("link"), r) for o, r in pairs if r.median("link")]
+    steady = _worst("", [(max(x, 1 / x), r) for x, r in links if x], STEADY)
+    drift = "; the machine's speed was different, so that policies cannot be compared" * (steady.met is False)
+    target = f"round robin's links, the same work minutes later, within {STEADY - 1:.0%} of LPT's (reported)"
+    yield Verdict(target, steady.found + drift, None)
     misses = [(abs(r.predicted / r.median("ttft") - 1), r) for r in result.runs if r.predicted]
     yield _worst(f"simulation within {PREDICTED:.0%}", misses, PREDICTED)
     found = result.agreement
@@ -170,7 +194,7 @@ def plot(result: ScatterResult, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    prompts = list(dict.fromkeys(tuple(r.segments) for r in result.runs))
+    prompts = list(dict.fromkeys(tuple(r.segments) for r in result.runs if r.workload != SHORT))
     if not prompts:
         return
     size = (5 * len(prompts), 8)

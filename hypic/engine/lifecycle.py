@@ -198,11 +198,15 @@ def join_cluster(scheduler: Any, manager: LinkManager) -> None:
 
 
 def spawn_compile(scheduler: Any, tokens: array, rid: str, parent: Any | None) -> Any:
-    """An internal request that prefills one segment alone: no radix sharing, one token of output that nobody reads."""
+    """An internal request that prefills one segment alone: no radix sharing, and no token of output.
+
+    With one, SGLang would decode it once more where passes overlap, in front of the link that waits for it, and count it as
+    running until something else is decoded.
+    """
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=0, temperature=0.0, ignore_eos=True)
     params.normalize(None)
     req = Req(
         rid,

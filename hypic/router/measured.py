@@ -22,8 +22,9 @@ BUILT_IN = Costs(
 """What is reckoned with before anything was measured. Cautious about what a worker does, hopeful about what scatter gains:
 the first long request must be scattered for anything to be measured."""
 
-_EWMA = 0.25
-"""Weight of the newest round trip."""
+_RISE = 1.1
+"""Factor by which a message may seem to take longer with each answer: most that are late waited for a forward pass of the
+worker's, which the load view knows of."""
 _FROM_SHAPE = ("artifact_bytes", "artifact_token_bytes", "seam_window", "forward_tokens")
 
 
@@ -34,6 +35,7 @@ class Measured:
         self.costs = costs
         self._windows: dict[str, Window] = {}
         """Transfers into each worker."""
+        self._answered = False
 
     def hello(self, hello: m.Hello) -> None:
         """Sizes of this model's artifacts and passes; 0 is unknown."""
@@ -51,5 +53,6 @@ class Measured:
 
     def round_trip(self, seconds: float) -> None:
         """A worker answered a message."""
-        before = self.costs.message_s
-        self.costs = msgspec.structs.replace(self.costs, message_s=max(before + _EWMA * (seconds / 2 - before), 0.0))
+        most = _RISE * self.costs.message_s if self._answered else seconds / 2
+        self.costs = msgspec.structs.replace(self.costs, message_s=min(seconds / 2, most))
+        self._answered = True

@@ -31,6 +31,9 @@ would not be given work again, and so never be seen to be as fast as they are.""
 CROWD = 4
 """A worker that answers more than twice as many requests as the idlest, and this many more, gets no other for its prefix: or all
 that begin alike would decode in one place."""
+NOISE = 0.15
+"""Measured speeds that are no further from the median are taken for it: they scatter by that much where workers are equal, and
+LPT would have one that was slow by chance idle at the end."""
 LEAST_GAIN = 0.05
 """Scattering must promise to save this share of the time, or the request stays on one worker."""
 
@@ -126,9 +129,19 @@ class Cluster:
 
     def ready_seconds(self, worker: Worker) -> float:
         """When the worker has done what it was given."""
-        return (
-            self.costs.compile_seconds(worker.queued_tokens, worker.tokens_per_s) + worker.linking * self.costs.link_s
-        )
+        queue = self.costs.compile_seconds(worker.queued_tokens, self.speed(worker))
+        return queue + worker.linking * self.costs.link_s
+
+    def speed(self, worker: Worker) -> float:
+        """Tokens per second to reckon with. A worker that has not been measured is as the others are."""
+        known, usual = worker.tokens_per_s, self.usual_speed
+        return known if known and abs(known - usual) > NOISE * usual else usual
+
+    @property
+    def usual_speed(self) -> float:
+        """The median; what the costs say while none is known."""
+        known = sorted(w.tokens_per_s for w in self.workers.values() if w.tokens_per_s)
+        return known[len(known) // 2] if known else self.costs.tokens_per_s
 
     # ------------------------------------------------------------------ changes
 
@@ -167,10 +180,10 @@ class Cluster:
 
     def relax(self, now: float) -> None:
         """Speeds that were measured long ago drift to the median of all. Call it about once a second."""
-        known = sorted(w.tokens_per_s for w in self.workers.values() if w.tokens_per_s)
+        usual = self.usual_speed
         for worker in self.workers.values():
             if worker.measured_at and now - worker.measured_at > STALE:
-                worker.tokens_per_s += DRIFT * (known[len(known) // 2] - worker.tokens_per_s)
+                worker.tokens_per_s += DRIFT * (usual - worker.tokens_per_s)
 
     def linked(self, combine: str) -> None:
         """A request that `combine` was given has its first token, or is gone."""
@@ -292,7 +305,7 @@ def _combine_worker(cluster: Cluster, segments: Sequence[Segment], prefix: Seque
         held = sum(s.nbytes for s in segments if cluster.directory.holds(worker.name, s.key))
         seconds = cluster.ready_seconds(worker) + cluster.costs.transfer_seconds(need - held)
         if worker.running <= crowded:
-            seconds -= seen.get(worker.name, 0) / cluster.costs.tokens_per_s
+            seconds -= seen.get(worker.name, 0) / cluster.usual_speed
         return need > worker.capacity, seconds, worker.running, worker.name
 
     return min(available.values(), key=cost).name
@@ -318,7 +331,7 @@ def _assign(
     for n in _sizes(min(len(others), len(missing))):
         team = [(cluster.ready_seconds(workers[combine]), combine), *others[:n]]
         ready = {name: t + (0.0 if name == combine else costs.message_s) for t, name in team}
-        speed = {name: workers[name].tokens_per_s or costs.tokens_per_s for _, name in team}
+        speed = {name: cluster.speed(workers[name]) for _, name in team}
         for name in speed.keys() - {combine}:
             speed[name] = min(speed[name], _pipe_tokens_per_s(costs, missing.values()) / n)
         spread = lpt(jobs, ready, speed)
@@ -349,13 +362,13 @@ def _reckon(cluster: Cluster, missing: Mapping[bytes, Segment], assigned: Mappin
         worker = cluster.workers[name]
         busy, tokens = cluster.ready_seconds(worker), sum(s.tokens for s in mine)
         if name == combine:
-            own = busy + costs.compile_seconds(tokens, worker.tokens_per_s)
+            own = busy + costs.compile_seconds(tokens, cluster.speed(worker))
             continue
         seconds = costs.transfer_seconds(sum(s.nbytes for s in mine))
         step = max(costs.forward_tokens, min(s.tokens for s in mine))
         for begin in range(0, tokens, step):
             end = min(begin + step, tokens)
-            ready = busy + costs.compile_seconds(end, worker.tokens_per_s) + 2 * costs.message_s
+            ready = busy + costs.compile_seconds(end, cluster.speed(worker)) + 2 * costs.message_s
             coming.append((ready, seconds * (end - begin) / tokens))
     for ready, seconds in sorted(coming):
         pipe = max(pipe, ready) + seconds

@@ -86,6 +86,7 @@ class _Pass:
 
     def __init__(self, begun: float):
         self.begun = self.done = begun
+        self.seconds = 0.0
         self.lines: list[tuple[float, SegmentLine]] = []
 
 
@@ -146,7 +147,8 @@ class Recorder:
         found = self._passes.get(worker)
         if found is None or now - message.seconds > found.done:
             found = self._passes[worker] = _Pass(now)
-        found.begun, found.done = found.begun - message.seconds, now
+        found.seconds += message.seconds
+        found.begun, found.done = now - found.seconds, now
         for start, line in self._lines(message.key, self._live):
             if line.done is None and line.role != "here":
                 line.done = _ms(start, now)

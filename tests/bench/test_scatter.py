@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -41,13 +42,14 @@ def test_workloads() -> None:
 
 def test_the_most_important_cases_come_first_and_one_worker_has_one_policy() -> None:
     found = list(cases(WORK, Scatter(workers=(4, 1), counts=(16, 50))))
-    assert found[:4] == [
+    assert found[:5] == [
         Case(16, "equal", "lpt", 1),
         Case(16, "equal", "lpt", 4),
+        Case(1, "short", "lpt", 1),
         Case(50, "equal", "lpt", 1),
         Case(50, "equal", "lpt", 4),
     ]
-    assert found[8:] == [Case(n, name, "round_robin", 4) for name in ("equal", "uneven") for n in (16, 50)]
+    assert found[9:] == [Case(n, name, "round_robin", 4) for name in ("equal", "uneven") for n in (16, 50)]
 
 
 class Away(http.server.BaseHTTPRequestHandler):
@@ -129,6 +131,11 @@ def test_what_is_said_of_it(tmp_path: Path) -> None:
     assert "stock, TP 8" in text and "320.0" in text
     plot(result, tmp_path / "scatter.png")
     assert (tmp_path / "scatter.png").read_bytes().startswith(b"\x89PNG")
+    longer = run(1, "lpt", 2010, 1600, 216, (1000,) * 8)
+    short = msgspec.structs.replace(run(1, "lpt", 250, 50, 188, (64,)), workload="short")
+    costs = measured_costs(msgspec.structs.replace(result, runs=[*result.runs, longer, short]), COSTS)
+    assert (costs.forward_s, costs.tokens_per_s) == (0.05, 5000.0), "a short pass takes longer than its tokens"
+    assert (costs.link_s, costs.link_segment_s) == (pytest.approx(0.184), pytest.approx(0.004)), "188, 200, 216 ms"
     del result.runs[0]
     assert measured_costs(result, COSTS) == COSTS, "without one worker nothing is known of its speed"
 
@@ -139,13 +146,16 @@ def test_targets_are_met_or_not() -> None:
     uneven = (4000, 250, 500, 750)
     bad = [run(1, "lpt", 1300, 1100, 200, uneven), run(2, "lpt", 2000, 1250, 205, uneven)]
     bad += [run(2, "round_robin", 1500, 1250, 200, uneven), run(4, "lpt", 500, 200, 205)]
-    for runs, met in ((good, [True] * 4), (good + bad, [False] * 4)):
+    for runs, met in ((good, [True] * 3 + [None, True]), (good + bad, [False] * 3 + [None, False])):
         result = ScatterResult(runs=runs, costs=COSTS)
         reckon(result, WORK)
         *found, agreement = verdicts(result, WORK)
         assert [v.met for v in found] == met and agreement.met is None
     assert "80% at worst: 4 equal, 4,000 tokens, lpt, 4 workers" in found[0].found
     assert "4 uneven, 5,500 tokens, lpt, 2 workers" in found[1].found
+    assert "speed was different" not in found[3].found
+    faster = ScatterResult(runs=[*good[:2], run(2, "round_robin", 600, 400, 150)], costs=COSTS)
+    assert "137% at worst" in (said := list(verdicts(faster, WORK))[3].found) and "speed was different" in said
     result.stock = [StockRun(gpus=1, workload="equal", segments=[1000] * 4, values=[1280.0])]
     assert "1280 ms; hypic on 4 workers 500 ms: 2.56x" in list(verdicts(result, WORK))[-1].found
 

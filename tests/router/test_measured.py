@@ -23,6 +23,16 @@ def test_transfers_that_overlap_share_a_pipe() -> None:
     assert measured.costs.transfer_gb_s == pytest.approx(1.5), "of unknown size: says nothing"
 
 
+def test_an_answer_that_waited_for_a_pass_is_no_slow_message() -> None:
+    measured = Measured(BUILT_IN)
+    measured.round_trip(0.01)
+    assert measured.costs.message_s == pytest.approx(0.005), "the first counts, whatever was built in"
+    measured.round_trip(1.0)
+    assert measured.costs.message_s == pytest.approx(0.0055)
+    measured.round_trip(0.002)
+    assert measured.costs.message_s == pytest.approx(0.001), "the fastest is nearest to the truth"
+
+
 def test_a_rate_is_an_average_over_the_last_seconds_of_work() -> None:
     """A short part that was lucky counts for little, an hour of work long ago for nothing."""
     rate = Rate()

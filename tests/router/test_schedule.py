@@ -254,6 +254,21 @@ def test_a_lost_worker_leaves_orphans_and_nothing_else() -> None:
         place(c, prompt)
 
 
+def test_speeds_that_differ_by_noise_are_equal_and_unknown_ones_are_the_others() -> None:
+    """Sixteen equal segments on two equal workers: eight each. What is really slower gets less."""
+
+    def of_w0(*speeds: float) -> int:
+        c = cluster(len(speeds))
+        for worker, speed in zip(c.workers.values(), speeds, strict=True):
+            worker.tokens_per_s = speed
+        p = place(c, segments(*[1000] * 16))
+        return [x for _, x in p.sources.values()].count("w0")
+
+    assert of_w0(1600, 1800) == of_w0(1800, 1600) == 8
+    assert of_w0(1200, 1800) < 8 < of_w0(1800, 1200)
+    assert of_w0(0, 200) == of_w0(200, 0) == 8, "not what costs say of a worker in general, 1000"
+
+
 def test_speed_is_a_moving_average_of_what_was_measured() -> None:
     c = cluster(2)
     w = c.workers["w0"]
@@ -264,7 +279,7 @@ def test_speed_is_a_moving_average_of_what_was_measured() -> None:
     assert 500 < (faster := w.tokens_per_s) < 1000, "2 seconds at 500, then one at 1000"
     w.measured(1000, 0.0, 30.0)  # failed: says nothing about speed
     assert w.tokens_per_s == faster
-    w.tokens_per_s = 250.0
+    w.tokens_per_s, c.workers["w1"].tokens_per_s = 250.0, 1000.0
     p = place(c, segments(*[1000] * 5))
     assert [x for _, x in p.sources.values()].count("w0") == 1, "a slow worker gets a fifth"
 

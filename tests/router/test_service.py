@@ -110,9 +110,7 @@ def test_costs_follow_what_is_seen(folder: Path) -> None:
             await asyncio.sleep(0.05)
             await w0.say(m.Expecting(request=expect.request, awaited=(other.key,)))
             await submitting
-            assert router.coordinator.cluster.costs.message_s > 0.25 * 0.025, (
-                "half the time of an answer, a quarter of it"
-            )
+            assert router.coordinator.cluster.costs.message_s >= 0.025, "half the time of an answer"
             await w0.say(m.Arrived(request=expect.request, key=other.key, ok=True, seconds=0.01))
             await w0.say(m.Compiled(flight=0, key=key(9), ok=True))  # of nobody's
             while router.coordinator.cluster.costs.transfer_gb_s != pytest.approx(0.4, rel=0.01):
@@ -233,6 +231,17 @@ def _with_identity(hello: m.Hello, identity: bytes) -> m.Hello:
     return m.Hello(**{**fields, "identity": identity})
 
 
+def test_a_segment_in_two_passes_does_not_begin_before_the_first() -> None:
+    """A pass of a second has one segment and half of the next, another half second the rest: its time is in both passes."""
+    recorder = Recorder()
+    placement = Placement("w0", {key(i): Source("compile", "w0") for i in range(2)}, False, 0.0)
+    timeline = recorder.begin("r", "rid", 3000, now=100.0)
+    recorder.placed("r", placement, prompts(2), now=100.0)
+    recorder.received("w0", m.Compiled(flight=0, key=key(0), ok=True, seconds=0.5), now=101.0)
+    recorder.received("w0", m.Compiled(flight=1, key=key(1), ok=True, seconds=1.0), now=101.5)
+    assert [(x.begun, x.done) for x in timeline.segments] == [(0.0, 1000.0), (0.0, 1500.0)]
+
+
 def test_compiles_of_one_pass_are_one_bar() -> None:
     """Three that share a pass of 300 ms, then one alone: each says its share, and the bars are those of the passes."""
     recorder = Recorder()
@@ -244,4 +253,4 @@ def test_compiles_of_one_pass_are_one_bar() -> None:
     recorder.received("w0", m.Compiled(flight=3, key=key(3), ok=True, seconds=0.2), now=100.71)
     recorder.received("w1", m.Compiled(flight=3, key=key(3), ok=True, seconds=0.2), now=100.71)
     bars = [(x.begun, x.done) for x in timeline.segments]
-    assert bars == [(200.0, 500.0), (200.0, 500.1), (200.0, 500.2), (510.0, 710.0)]
+    assert bars == [(200.2, 500.0), (200.2, 500.1), (200.2, 500.2), (510.0, 710.0)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import threading
 import time
 from array import array
@@ -22,6 +23,7 @@ from hypic.engine.cluster.membership import Load, Membership
 from hypic.engine.cluster.memory import DirectMemory
 from hypic.engine.cluster.movers import SocketMover, WindowMover
 from hypic.engine.cluster.windows import FileWindow, WindowError, Windows, export, shared_buffer
+from hypic.router import messages as m
 from hypic.router.control import ControlSocket
 from hypic.router.coordinator import Coordinator
 from hypic.router.costs import Costs
@@ -65,6 +67,24 @@ class Rig:
         found = until(find, kind.__name__, seconds)
         self._seen.remove(found)
         return found  # type: ignore[no-any-return]
+
+
+def test_orders_of_one_request_are_taken_together(folder: Path) -> None:  # noqa: F811
+    """Its first pass has what there is when the scheduler wakes."""
+    rig = Rig(Membership(f"ipc://{folder}/nobody", "w0", f"ipc://{folder}/w0", "", 1))
+    orders = [
+        m.Compile(
+            flight=i, request="r", key=bytes([i]) * 24, tenant="", adapter="", tokens=b"", deadline=9.0, more=15 - i
+        )
+        for i in range(16)
+    ]
+    try:
+        for _ in range(20):
+            rig.exchange._post(lambda: [rig.exchange._told(o) for o in orders])
+            assert select.select([rig.exchange.wake_fd], [], [], 10)[0], "as an idle scheduler waits"
+            assert len(rig.exchange.take()) == len(orders)
+    finally:
+        rig.exchange.close()
 
 
 class Control:

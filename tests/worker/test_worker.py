@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from typing import Any
@@ -190,11 +191,19 @@ def test_an_order_for_what_is_there_or_under_way_compiles_nothing(
     assert "tokens_total{kind=compiled}" not in server.metrics().since(before)
 
 
+def _realtime_tokens(server: Server) -> dict[str, float]:
+    """Tokens that went through SGLang's forward passes, by mode."""
+    lines = server.http.get("/metrics").text.splitlines()
+    found = (re.match(r'sglang:realtime_tokens_total\{.*mode="(\w+)".*\} (\S+)', line) for line in lines)
+    return {"decode": 0.0, **{m[1]: float(m[2]) for m in found if m}}
+
+
 @pytest.mark.parametrize("lost", [False, True])
 def test_orders_that_follow_each_other_share_a_pass(
     router: LoneRouter, server: Server, write: Writer, lost: bool
 ) -> None:
-    """Their shares of it are those of their tokens. If the last is lost, the others do not wait for it."""
+    """Their shares of it are those of their tokens. If the last is lost, the others do not wait for it. Nothing is decoded."""
+    before = _realtime_tokens(server)
     for _ in range(6):  # on a busy machine they may not follow each other closely enough
         documents = write.documents(3, 70)
         for i, d in enumerate(documents):
@@ -202,6 +211,8 @@ def test_orders_that_follow_each_other_share_a_pass(
             time.sleep(0.004)
         done = [router.hear(m.Compiled, lambda c, i=i: c.flight == i) for i in range(3)]  # type: ignore[misc]
         assert all(c.ok for c in done)
+        after = _realtime_tokens(server)
+        assert after["decode"] == before["decode"] and after["prefill_compute"] > before["prefill_compute"]
         if [c.seconds for c in done] == pytest.approx([done[0].seconds] * 3, rel=0.01):
             return
     raise AssertionError(f"never in one pass: {[c.seconds for c in done]}")

@@ -274,10 +274,11 @@ class Exchange:
             self._loop.call_later(TOGETHER, self._pass_on)
 
     def _pass_on(self) -> None:
-        """Orders of one request reach the scheduler at once, so that its first pass takes as many as it can."""
+        """Orders of one request reach the scheduler at once, so that its first pass takes as many as it can: it may wake between
+        two events, and take the first alone."""
         together, self._together = self._together, []
-        for order in together:
-            self._tell(Told(order))
+        self._events.extend([Told(order) for order in together])
+        os.eventfd_write(self.wake_fd, 1)
 
     def _say(self, message: m.Message) -> None:
         if isinstance(message, m.Compiled):

@@ -10,6 +10,7 @@ SGLang's own kernel computes compiling rows whole, in their slots. Around it, pe
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -45,8 +46,10 @@ class CompileStep:
         native: list[int] | None = None,
     ):
         device = slots.device
-        self._tail_bases = [c.compile.artifact.base for c in rows if c.last]
-        self._tail_slots = slots[on_device([i for i, c in enumerate(rows) if c.last], device)]
+        last = [i for i, c in enumerate(rows) if c.last]
+        self._tails: tuple[Tensor, Tensor] | None = None
+        if last and linear.conv_width:
+            self._tails = slots[on_device(last, device)], self._tail_places([rows[i] for i in last], linear, device)
         length, skip = [c.end - c.begin for c in rows], [seam_tokens(c) for c in rows]
         blob, first = [c.compile.artifact.base for c in rows], [c.begin <= c.compile.seam_window for c in rows]
         self._transition: TransitionPlan | None = None
@@ -135,12 +138,19 @@ class CompileStep:
             assert chunks is not None
             layer.transition_solved(chunks, at, self._solved)
         layer.end_states(self._states, at, self._end_states)
-        if self._tail_bases and at.conv is not None:
-            tails = at.conv[self._tail_slots]
-            nbytes = tails[0].numel() * tails.element_size()
-            for base, tail in zip(self._tail_bases, tails, strict=True):
-                start = base + at.c_off
-                at.arena[start : start + nbytes].view(tail.dtype).view(tail.shape).copy_(tail)
+        if self._tails is not None:
+            assert at.conv is not None
+            slots, places = self._tails
+            words = at.arena[at.c_off :]
+            size = at.conv.element_size()
+            words[: len(words) // size * size].view(at.conv.dtype)[places] = at.conv[slots].flatten(1)
+
+    @staticmethod
+    def _tail_places(rows: list[CompileRow], linear: LinearShape, device: torch.device) -> Tensor:
+        """Where the windows of finished rows go, counted in their elements from where the first blob's would: [rows, D (W-1)]."""
+        size = getattr(torch, linear.conv_dtype).itemsize
+        first = on_device([c.compile.artifact.base // size for c in rows], device)
+        return first[:, None] + torch.arange(math.prod(linear.window), device=device)
 
 
 def on_device(rows: list[int], device: torch.device) -> Tensor:

@@ -39,6 +39,11 @@ class Method(NamedTuple):
     seam_window: int
     dummies: int = 0
 
+    def tag(self, default: Method) -> str:
+        """What tells its artifacts from those of a server's default method; "" if nothing does."""
+        mine, usual = (f"{m.kind}:{m.seam_window}:{m.dummies}" for m in (self, default))
+        return "" if mine == usual else mine
+
 
 def parse_methods(names: str, seam_window: int) -> dict[str, Method]:
     """Methods by name, the default one first. Raises MethodError.

@@ -27,16 +27,17 @@ def _digest(*parts: bytes) -> bytes:
     return h.digest()
 
 
-def artifact_key(identity: bytes, tenant: str, adapter: str, tokens: array[int]) -> bytes:
+def artifact_key(identity: bytes, tenant: str, adapter: str, tokens: array[int], method: str = "") -> bytes:
     """Store key of a segment: everything an artifact is a function of, plus the tenant it may be shared within.
 
     Args:
-        identity: digest of the server's KeyIdentity.
+        identity: digest of the server's KeyIdentity, for its default method.
         tenant: the request's cache salt.
-        adapter: LoRA adapter ("" for the base model).
+        adapter: name of the LoRA adapter (:func:`adapter_name`; "" for the base model).
         tokens: ids, of type "q".
+        method: tag of another method (:meth:`hypic.method.Method.tag`).
     """
-    return _digest(identity, tenant.encode(), adapter.encode(), tokens.tobytes())
+    return _digest(identity, tenant.encode(), adapter.encode(), tokens.tobytes(), method.encode())
 
 
 def link_namespace(extra_key: str | None, tenant: str, seam_window: int, method: str = METHOD) -> str:
@@ -84,13 +85,28 @@ def model_fingerprint(model_path: str, hf_config: Any, load_format: str = "auto"
     )
     parts = [config.encode(), str(load_format).encode()]
     folder = Path(model_path)
-    if folder.is_dir():
-        for f in sorted(folder.iterdir()):
-            if f.suffix in (".safetensors", ".bin", ".pt", ".gguf"):
-                stat = f.stat()
-                parts.append(f"{f.name}:{stat.st_size}:{stat.st_mtime_ns}".encode())
-            elif f.name.endswith(".index.json"):
-                parts.append(hashlib.blake2b(f.read_bytes(), digest_size=16).digest())
-    else:
-        parts.append(model_path.encode())
+    parts += _files(folder, ".index.json") if folder.is_dir() else [model_path.encode()]
     return _digest(*parts).hex()
+
+
+def adapter_name(name: str, path: str) -> str:
+    """What all servers that have loaded this LoRA adapter call it, whatever id SGLang drew for it in each of them.
+
+    "" if they cannot agree: it is in no local folder.
+
+    Reads no weights: their files' names, sizes and mtimes, and the configuration.
+    """
+    folder = Path(path)
+    return _digest(name.encode(), *_files(folder, ".json")).hex() if folder.is_dir() else ""
+
+
+def _files(folder: Path, read: str) -> list[bytes]:
+    """Weight files as a directory shows them, and digests of those whose names end in `read`."""
+    parts = []
+    for f in sorted(folder.iterdir()):
+        if f.suffix in (".safetensors", ".bin", ".pt", ".gguf"):
+            stat = f.stat()
+            parts.append(f"{f.name}:{stat.st_size}:{stat.st_mtime_ns}".encode())
+        elif f.name.endswith(read):
+            parts.append(hashlib.blake2b(f.read_bytes(), digest_size=16).digest())
+    return parts

@@ -142,11 +142,14 @@ def attach_manager(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
         ArtifactStore(runtime.arena),
         runtime.layout,
         identity,
-        lambda tokens, rid, parent: spawn_compile(scheduler, tokens, rid, parent),
+        lambda *what: spawn_compile(scheduler, *what),
         EngineMetrics(labels),
         f"off: {runtime.off}" if runtime.off else None,
     )
     scheduler.hypic = manager
+    if args.enable_lora:
+        for ref in runner.lora_manager.lora_refs.values():
+            manager.learn_adapter(ref.lora_id, ref.lora_name, ref.lora_path or "")
     control.serve(scheduler, manager)
     if config.router:
         join_cluster(scheduler, manager)
@@ -197,7 +200,7 @@ def join_cluster(scheduler: Any, manager: LinkManager) -> None:
         scheduler.idle_sleeper.poller.register(exchange.wake_fd, zmq.POLLIN)
 
 
-def spawn_compile(scheduler: Any, tokens: array, rid: str, parent: Any | None) -> Any:
+def spawn_compile(scheduler: Any, tokens: array, rid: str, parent: Any | None, adapter: str) -> Any:
     """An internal request that prefills one segment alone: no radix sharing, and no token of output.
 
     With one, SGLang would decode it once more where passes overlap, in front of the link that waits for it, and count it as
@@ -213,7 +216,7 @@ def spawn_compile(scheduler: Any, tokens: array, rid: str, parent: Any | None) -
         "",
         tokens,
         params,
-        lora_id=parent.lora_id if parent is not None else None,
+        lora_id=adapter or None,
         eos_token_ids=scheduler.model_config.hf_eos_token_id,
         vocab_size=scheduler.model_config.vocab_size,
         priority=parent.priority if parent is not None else _no_priority(scheduler),
@@ -359,6 +362,11 @@ def _drop_compiles(scheduler: Any, which: Callable[[Any], bool]) -> None:
     scheduler._engine_paused = paused
     scheduler.waiting_queue = [r for r in scheduler.waiting_queue if compile_of(r) is None or not which(r)]
     scheduler.hypic.sweep()
+
+
+def after_load_adapter(result: Any, scheduler: Any, recv_req: Any) -> None:
+    if result.success:
+        scheduler.hypic.learn_adapter(recv_req.lora_id, recv_req.lora_name, recv_req.lora_path)
 
 
 def unload_adapter(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:

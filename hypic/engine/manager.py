@@ -41,7 +41,7 @@ class LinkManager:
         store: artifacts of this rank.
         layout: blob layout of the loaded model.
         identity: what all keys have in common.
-        spawn: makes a compile request (a SGLang Req) for (tokens, rid, parent request or None).
+        spawn: makes a compile request (a SGLang Req) for (tokens, rid, parent request or None, adapter).
         off: why PIC is off (self-check failed), or None.
     """
 
@@ -52,7 +52,7 @@ class LinkManager:
         store: ArtifactStore,
         layout: ArtifactLayout,
         identity: keys.KeyIdentity,
-        spawn: Callable[[array, str, Any], Any],
+        spawn: Callable[[array, str, Any, str], Any],
         metrics: EngineMetrics,
         off: str | None = None,
     ):
@@ -64,6 +64,11 @@ class LinkManager:
         self.default = next(iter(self.methods.values()))
         self._dummy = dummy_token(scheduler.model_config.hf_text_config)
         self._spawn = spawn
+        self._adapters: dict[str, str] = {}
+        """What other workers call an adapter, by SGLang's id; also of those that were unloaded, since registered segments may be
+        under them."""
+        self._loaded: dict[str, str] = {}
+        """The other way round, of those that are loaded."""
         self.named = NamedSegments(self)
         self.sharing: Sharing | None = None
         """Our part in a cluster; None where this server serves alone."""
@@ -170,12 +175,22 @@ class LinkManager:
 
     def key(self, tenant: str, adapter: str, tokens: array, method: Method) -> bytes:
         """Store key of a segment."""
-        return keys.artifact_key(self.identity.of(method, self._dummy).digest, tenant, adapter, tokens)
+        name = self._adapters.get(adapter, adapter)
+        return keys.artifact_key(self.shared_identity, tenant, name, tokens, method.tag(self.default))
 
     @property
     def shared_identity(self) -> bytes:
-        """What the keys of artifacts have in common that workers of one cluster share: those for the default method."""
+        """What the keys of all artifacts have in common, here and in all workers of one cluster."""
         return self.identity.of(self.default, self._dummy).digest
+
+    def learn_adapter(self, adapter: str, name: str, path: str) -> None:
+        """It was loaded. One that others cannot name keeps SGLang's id, which they do not know."""
+        if shared := keys.adapter_name(name, path):
+            self._adapters[adapter], self._loaded[shared] = shared, adapter
+
+    def adapter_called(self, name: str) -> str | None:
+        """SGLang's id of the adapter that workers call so ("" for the base model); None if it is not loaded here."""
+        return self._loaded.get(name) if name else ""
 
     def method_of(self, artifact: Artifact) -> Method:
         return self.methods[artifact.method or self.default.name]
@@ -183,8 +198,8 @@ class LinkManager:
     def header_of(self, artifact: Artifact) -> bytes:
         return self.header(artifact.tokens, artifact.adapter, artifact.method)
 
-    def reserve_for(self, wanted: list[tuple[bytes, array, str]]) -> list[Artifact] | None:
-        """Places for artifacts (key, tokens, adapter) that other workers want or send: for all or for none, and for none
+    def reserve_for(self, wanted: list[tuple[bytes, array, str, str]]) -> list[Artifact] | None:
+        """Places for artifacts (key, tokens, adapter, method) that other workers want or send: for all or for none, and for none
         while a client's request waits for memory."""
         if self._memory_queue:
             return None
@@ -198,7 +213,7 @@ class LinkManager:
                 fingerprint=f"{ident.fingerprint}+{ident.weights_version}",
                 method=ident.method,
                 seam_window=ident.seam_window,
-                adapter=adapter,
+                adapter=self._adapters.get(adapter, adapter),
                 tp_rank=ident.tp_rank,
                 tp_size=ident.tp_size,
                 linear=self.layout.linear,
@@ -248,7 +263,7 @@ class LinkManager:
         """Queue the compile of a reserved artifact: in front of the request that needs it, or at the end."""
         rid = f"{INTERNAL_RID_PREFIX}{artifact.key.hex()[:16]}-{next(self._serial)}"
         method = self.method_of(artifact)
-        req = self._spawn(array("q", [self._dummy] * method.dummies) + artifact.tokens, rid, parent)
+        req = self._spawn(array("q", [self._dummy] * method.dummies) + artifact.tokens, rid, parent, artifact.adapter)
         req.hypic = Compile(artifact, method.seam_window, method.dummies, started=time.perf_counter())
         self._inflight[artifact.key] = req
         req.time_stats.set_wait_queue_entry_time()
@@ -460,6 +475,7 @@ class LinkManager:
         """Adapter unloaded: drop what was compiled under it."""
         self.store.invalidate(lambda a: a.adapter == adapter)
         self.named.drop_adapter(adapter)
+        self._loaded.pop(self._adapters.get(adapter, ""), None)
 
     @property
     def held(self) -> int:

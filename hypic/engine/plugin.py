@@ -53,6 +53,8 @@ SCHEDULER_HOOKS: tuple[Hook, ...] = (
          "aborts match by prefix of the request id: compile requests are nobody's to abort", ("self", "recv_req")),
     Hook(f"{_SCHEDULER}.flush_cache", "around", lifecycle.flush_cache,
          "/flush_cache drops artifacts too, and compiles that nobody waits for", ("self",)),
+    Hook(f"{_SCHEDULER}.load_lora_adapter", "after", lifecycle.after_load_adapter,
+         "a name for the adapter that all workers of a cluster agree upon", ("self", "recv_req")),
     Hook(f"{_SCHEDULER}.unload_lora_adapter", "around", lifecycle.unload_adapter,
          "drop what was or still is compiled under the adapter", ("self", "recv_req")),
     Hook(f"{_M}.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output", "around",

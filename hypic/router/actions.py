@@ -42,6 +42,7 @@ class Prompt(NamedTuple):
     adapter: str
     tokens: bytes
     nbytes: int
+    method: str = ""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):

@@ -343,7 +343,7 @@ class Coordinator:
 
     def _wanted(self, p: Prompt, source: str, cold: bool) -> m.Wanted:
         hello = self._by_name[source].hello
-        return m.Wanted(p.key, p.tenant, p.adapter, p.tokens, source, hello.data, cold, hello.public_key)
+        return m.Wanted(p.key, p.tenant, p.adapter, p.tokens, source, hello.data, cold, hello.public_key, p.method)
 
     def _order(self, flight: Flight, p: Prompt, request: str, now: float, more: int = 0) -> Send:
         self._deadlines.set(("compile", p.key, flight.number), now + self.settings.compile_within)
@@ -356,6 +356,7 @@ class Coordinator:
             tokens=p.tokens,
             deadline=self.settings.compile_within,
             more=more,
+            method=p.method,
         )
         return Send(self._by_name[flight.worker].peer, compile_)
 

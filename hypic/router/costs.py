@@ -57,8 +57,9 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         seconds = full * self.forward_seconds(self.forward_tokens, tokens_per_s)
         return seconds + (self.forward_seconds(rest, tokens_per_s) if rest else 0.0)
 
-    def artifact_nbytes(self, tokens: int) -> int:
-        return self.artifact_bytes + self.artifact_token_bytes * max(tokens - self.seam_window, 0)
+    def artifact_nbytes(self, tokens: int, seam_window: int | None = None) -> int:
+        w = self.seam_window if seam_window is None else seam_window
+        return self.artifact_bytes + self.artifact_token_bytes * max(tokens - w, 0)
 
     def transfer_seconds(self, nbytes: int) -> float:
         return nbytes / (self.transfer_gb_s * 1e9)

@@ -19,7 +19,7 @@ from msgspec import Meta
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAGIC = b"hyp"
 _PREFIX = len(MAGIC) + 1
 KEY_BYTES = 24
@@ -236,6 +236,8 @@ class Compile(Message, tag=19, frozen=True):
     """From receipt; a compile that has not begun by then is dropped."""
     more: Count = 0
     """Orders that follow at once: they belong into one forward pass."""
+    method: Text = ""
+    """Name of a caching method of the server; "" is its default."""
 
     def __post_init__(self) -> None:
         _require_tokens(self.tokens)
@@ -253,6 +255,7 @@ class Wanted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     cold: bool
     """It is compiled for this request; otherwise the source has it already."""
     public_key: PublicKey = b""
+    method: Text = ""
 
     def __post_init__(self) -> None:
         _require_tokens(self.tokens)

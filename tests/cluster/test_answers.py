@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from hypic.bench.scatter import ask
 from hypic.check.judge import EXACT, Judge
@@ -15,7 +17,7 @@ from hypic.check.session import Prompt, distance
 from hypic.check.workers import Endpoint, check_p3_across
 from hypic.config import HypicConfig
 from tests.cases.driving import Writer
-from tests.cluster.asking import SEGMENTS, drained, generate, long_prompt, pinned, same_answer, segments
+from tests.cluster.asking import drained, generate, long_prompt, pinned, same_answer, segments
 from tests.cluster.launched import Cluster, Worker
 from tests.server import requests
 from tests.server.naming import Names, chat, named, report_of
@@ -201,16 +203,29 @@ def test_registered_segments_are_the_clusters(cluster: Cluster, names: Names, te
         assert server.http.post("/hypic/segments", content=b"").status_code == status, "the router alone asks"
 
 
-def test_methods_of_the_clients_choice(cluster: Cluster, names: Names, text: TextWriter) -> None:
-    """Compiled where they are linked, as workers share the default's; a name that the cluster lacks is refused."""
+def test_methods_of_the_clients_choice(cluster: Cluster, names: Names, text: TextWriter, write: Writer) -> None:
+    """Workers share artifacts of all of them, each method's own; a name that the cluster lacks is refused."""
     document, before = text.document(), cluster.metrics()
     (one,) = names.register(document, method="seam-24")
     assert one["status"] == "ready" and one["id"] != names.register(document)[0]["id"]
     body = chat(names.tenant, named(one), text.words(5), hypic={"method": "seam-24", **REPORT})
     report = report_of(cluster.ask(CHAT, body))
     assert (report["method"], report["seam_window"]) == ("seam-24", 24)
-    assert set(requests.outcomes(report)) <= {"hit_device", "compiled"}
-    assert cluster.metrics().since(before)["router_unshared_total{reason=method}"] == 2
+    assert requests.outcomes(report) == ["hit_device"], "where its name was compiled"
+    prompt = long_prompt(write)
+    asked = generate(prompt)
+    asked["hypic"]["method"] = "seam-24"
+    answer = cluster.ask(GENERATE, asked)
+    spread = segments(answer["meta_info"])
+    assert len({s["worker"] for s in spread}) > 1 and {s["outcome"] for s in spread} == {"compiled", "received"}
+    combine = cluster.worker(answer["meta_info"]["hypic"]["router"]["worker"])
+    other = combine.ask(GENERATE, generate(prompt))
+    assert {s["outcome"] for s in segments(other["meta_info"])} == {"compiled"}, "the default's are others"
+    cluster.http.post("/flush_cache", params={"timeout": 10}).raise_for_status()
+    alone = combine.ask(GENERATE, asked)
+    assert {s["worker"] for s in segments(alone["meta_info"])} == {None}
+    same_answer(answer, alone)
+    assert "router_unshared_total{reason=method}" not in cluster.metrics().since(before)
     for reply in (
         cluster.post(CHAT, chat(names.tenant, "a", hypic={"method": "legolink-0"})),
         names.post(document, method="legolink-0"),
@@ -218,9 +233,11 @@ def test_methods_of_the_clients_choice(cluster: Cluster, names: Names, text: Tex
         assert reply.status == 400 and "this server has seam, seam-24 (--hypic-methods)" in str(reply.body), reply
 
 
-def test_adapters_are_those_of_all_workers(cluster: Cluster, names: Names, write: Writer, adapter: Path) -> None:
-    """CASES 16: loaded and unloaded everywhere or nowhere. Their segments are compiled where they are linked, and counted: the
-    answer is that of one worker, and never made of the base model's artifacts."""
+def test_adapters_are_those_of_all_workers(
+    cluster: Cluster, names: Names, write: Writer, adapter: Path, tmp_path: Path
+) -> None:
+    """CASES 16: loaded and unloaded everywhere or nowhere. Workers compile for each other under it: the answer is that of one
+    worker, and never made of artifacts of the base model, nor of a namesake's that was there before."""
     prompt = long_prompt(write)
     base, before = cluster.ask(GENERATE, generate(prompt)), cluster.metrics()
     reply = cluster.post("/load_lora_adapter", {"lora_name": "a", "lora_path": "/nowhere"})
@@ -230,8 +247,10 @@ def test_adapters_are_those_of_all_workers(cluster: Cluster, names: Names, write
     asked = generate(prompt, lora_path="a")
     try:
         answer = cluster.ask(GENERATE, asked)
-        assert [(s["outcome"], s["worker"]) for s in segments(answer["meta_info"])] == [("compiled", None)] * SEGMENTS
+        spread = segments(answer["meta_info"])
+        assert len({s["worker"] for s in spread}) > 1 and {s["outcome"] for s in spread} == {"compiled", "received"}
         assert answer["output_ids"] != base["output_ids"]
+        cluster.http.post("/flush_cache", params={"timeout": 10}).raise_for_status()
         for name in cluster.alive():
             alone = cluster.worker(name).ask(GENERATE, asked)
             assert {s["worker"] for s in segments(alone["meta_info"])} == {None}
@@ -239,9 +258,21 @@ def test_adapters_are_those_of_all_workers(cluster: Cluster, names: Names, write
             same_answer(answer, alone)
         (one,) = names.register(write.tokens(80), model="default:a", pin=True)
         assert (one["status"], one["pinned"]) == ("ready", True)
-        assert cluster.metrics().since(before)["router_unshared_total{reason=adapter}"] == 2
     finally:
         assert cluster.ask("/unload_lora_adapter", {"lora_name": "a"})["success"]
+    namesake = shutil.copytree(adapter, tmp_path / "a")
+    weights = load_file(adapter / "adapter_model.safetensors")
+    save_file({name: 0.5 * w for name, w in weights.items()}, namesake / "adapter_model.safetensors")
+    cluster.ask("/load_lora_adapter", {"lora_name": "a", "lora_path": str(namesake)})
+    try:
+        renewed = cluster.ask(GENERATE, asked)
+        assert {s["outcome"] for s in segments(renewed["meta_info"])} == {"compiled", "received"}
+        assert renewed["output_ids"] != answer["output_ids"]
+        cluster.http.post("/flush_cache", params={"timeout": 10}).raise_for_status()
+        same_answer(renewed, cluster.worker("w0").ask(GENERATE, asked))
+    finally:
+        assert cluster.ask("/unload_lora_adapter", {"lora_name": "a"})["success"]
+    assert "router_unshared_total{reason=adapter}" not in cluster.metrics().since(before)
     for server in (cluster, *map(cluster.worker, cluster.alive())):
         assert "a" not in {model["id"] for model in server.http.get("/v1/models").json()["data"]}, "unloaded"
 

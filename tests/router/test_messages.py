@@ -60,7 +60,7 @@ def test_every_kind_has_an_example_and_survives_the_wire() -> None:
 def test_what_is_dropped_and_under_which_name(message: m.Message) -> None:
     frame = m.encode(message)
     assert reason_of(frame + b"\0") == "trailing"
-    assert reason_of(frame[:3] + b"\x02" + frame[4:]) == "version"
+    assert reason_of(frame[:3] + bytes([m.PROTOCOL_VERSION + 1]) + frame[4:]) == "version"
     assert reason_of(b"X" + frame[1:]) == "garbage"
     assert reason_of(frame[:5] + b"\x7f" + frame[6:]) == "unknown_kind"
     assert reason_of(frame[:4] + bytes([frame[4] + 1]) + frame[5:] + b"\0") == "invalid", "a field too many"
@@ -125,7 +125,7 @@ def test_flipped_and_spliced_bytes_are_a_message_or_dropped(message: m.Message, 
 
 
 def test_depth_and_claimed_lengths() -> None:
-    head = m.MAGIC + b"\x01"
+    head = m.MAGIC + bytes([m.PROTOCOL_VERSION])
     assert reason_of(head + b"\x91" * 4000) == "unknown_kind"
     assert reason_of(head + b"\x97\x07\x91" + b"\x91" * 900) in ("garbage", "invalid")
     assert reason_of(head + b"\x94\x03\x01\xdd\xff\xff\xff\xff") == "invalid", "an array of 4 G entries in 3 bytes"

@@ -17,6 +17,7 @@ from sglang.srt.managers.tokenizer_manager import ReqState
 
 from hypic.config import HypicConfig
 from hypic.engine.keys import artifact_key
+from hypic.method import parse_methods
 from hypic.router.costs import Costs
 from hypic.router.front import placing
 from hypic.router.front.wire import Assembly, body, error_of, events
@@ -132,10 +133,12 @@ def test_what_is_placed_of_a_prompt() -> None:
         params = SimpleNamespace(custom_params=plan.to_params() if plan else None)
         return SimpleNamespace(input_ids=ids, lora_id=None, extra_key="x", sampling_params=params, **fields)
 
-    def placed(plan: RequestSpans | None) -> list[Any]:
+    methods = parse_methods("seam,legolink-0", config.seam_window)
+
+    def placed(plan: RequestSpans | None, adapter: str = "") -> list[Any]:
         tokenized = asked(plan)
         return placing.segments(
-            tokenized, placing.plan_of(tokenized), b"id", config.seam_window, config.min_segment, costs
+            tokenized, placing.plan_of(tokenized), b"id", methods, config.min_segment, costs, adapter
         )
 
     first, third = placed(plan)
@@ -146,14 +149,19 @@ def test_what_is_placed_of_a_prompt() -> None:
     assert placed(None) == []
     whole = msgspec.structs.replace(plan, cached=(Bounds(0, 400),))
     assert placed(whole) == [] and len(placed(msgspec.structs.replace(whole, name="seg_1"))) == 1, "all of it is named"
+    other = placed(msgspec.structs.replace(plan, method="legolink-0"))[0]
+    assert other.key == artifact_key(b"id", "tenant", "", ids[:100], "legolink-0:0:4") != first.key
+    assert (other.method, other.nbytes) == ("legolink-0", 1200), "its window is 0"
+    adapted = placed(plan, "name")[0]
+    assert adapted.adapter == "name" and adapted.key == artifact_key(b"id", "tenant", "name", ids[:100])
+    assert placed(msgspec.structs.replace(plan, method="seam"))[0].key == first.key, "the default, by its name"
 
 
 def test_what_other_workers_may_not_compile() -> None:
     plan = RequestSpans(cached=(Bounds(0, 100),))
     base, adapted = SimpleNamespace(lora_id=None), SimpleNamespace(lora_id="drawn at random")
-    other = msgspec.structs.replace(plan, method="legolink-0")
-    found = [placing.unshared(*x) for x in ((base, plan), (adapted, plan), (base, other), (adapted, RequestSpans()))]
-    assert found == [None, "adapter", "method", None]
+    cases = (base, plan, ""), (adapted, plan, "its name"), (adapted, plan, ""), (adapted, RequestSpans(), "")
+    assert [placing.unshared(*case) for case in cases] == [None, None, "adapter", None]
 
 
 def test_beginnings_are_of_one_tenant_adapter_and_method() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 from array import array
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hypic.engine.keys import METHOD, KeyIdentity, artifact_key, link_namespace, model_fingerprint
+from hypic.engine.keys import METHOD, KeyIdentity, adapter_name, artifact_key, link_namespace, model_fingerprint
+from hypic.method import parse_methods
 
 IDENTITY = KeyIdentity(fingerprint="f", dtype="bfloat16", tp_rank=0, tp_size=2, method=METHOD, seam_window=8)
 TOKENS = array("q", range(64))
@@ -64,6 +66,32 @@ def test_parts_that_join_to_the_same_bytes_have_other_keys() -> None:
         for tenant, adapter in (("a", "bc"), ("ab", "c"), ("abc", ""))
     ]
     assert len(set(keys)) == 3
+
+
+def test_methods_have_keys_of_their_own_unless_they_are_the_default_by_another_name() -> None:
+    methods = parse_methods("seam,seam-16,seam-8,legolink-0", 8)
+    default = methods["seam"]
+    tags = {name: method.tag(default) for name, method in methods.items()}
+    assert tags["seam"] == tags["seam-8"] == "" and len(set(tags.values())) == 3
+    assert len({artifact_key(IDENTITY.digest, "", "", TOKENS, tag) for tag in tags.values()}) == 3
+
+
+def test_an_adapter_is_called_by_its_name_and_files(tmp_path: Path) -> None:
+    """Two servers with the same files agree; other files under the same name are another adapter."""
+    folder, copy = tmp_path / "a", tmp_path / "copy"
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").write_bytes(b"12345")
+    (folder / "adapter_config.json").write_text('{"r": 4}')
+    shutil.copytree(folder, copy)
+    first = adapter_name("a", str(folder))
+    assert first and adapter_name("a", str(copy)) == first != adapter_name("b", str(folder))
+    seen = {first}
+    (copy / "adapter_config.json").write_text('{"r": 8}')
+    seen.add(adapter_name("a", str(copy)))
+    (folder / "adapter_model.safetensors").write_bytes(b"123456")
+    seen.add(adapter_name("a", str(folder)))
+    assert len(seen) == 3
+    assert adapter_name("a", str(tmp_path / "nowhere")) == adapter_name("a", "someone/on-a-hub") == ""
 
 
 TEXTS = st.text(st.sampled_from("ab:1\x1f"), max_size=6)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hypic.artifact.store import Artifact
-from hypic.engine import keys
 from hypic.engine.cluster.events import Asked, ClusterEvent, Expired, Fetched, Idle, Returned, Told
 from hypic.engine.cluster.exchange import Exchange, Place
 from hypic.engine.cluster.membership import Load
@@ -111,7 +110,7 @@ class Sharing:
 
     def _compile(self, told: m.Compile) -> None:
         tokens = array("q", told.tokens)
-        if (reason := self._wrong(told.key, told.tenant, told.adapter, tokens)) is not None:
+        if (reason := self._wrong(told, tokens)) is not None:
             self._answer(told.key, {told.flight: told.request}, False, reason)
             return
         store, manager = self.manager.store, self.manager
@@ -123,7 +122,7 @@ class Sharing:
         self.exchange.order(told.key)
         if artifact is not None:  # under way, for someone here or on its way to us
             return
-        made = manager.reserve_for([(told.key, tokens, told.adapter)])
+        made = manager.reserve_for([self._space(told, tokens)])
         if made is None:
             self._failed(told.key, "arena full")
             return
@@ -176,7 +175,7 @@ class Sharing:
             if w.key in seen:
                 continue
             seen.add(w.key)
-            if self._wrong(w.key, w.tenant, w.adapter, tokens) is not None or w.source == self.exchange.member.worker:
+            if self._wrong(w, tokens) is not None or w.source == self.exchange.member.worker:
                 refused.append(w.key)
             elif (artifact := store.find(w.key, tokens)) is not None:
                 here.append(artifact)
@@ -189,7 +188,7 @@ class Sharing:
                 wanted[w.key] = w, tokens
         for artifact in here:  # so that they do not make room for the others
             store.lock(artifact)
-        made = manager.reserve_for([(k, tokens, w.adapter) for k, (w, tokens) in wanted.items()]) if wanted else []
+        made = manager.reserve_for([self._space(*x) for x in wanted.values()]) if wanted else []
         for artifact in here:
             store.unlock(artifact)
         if made is None:
@@ -247,8 +246,7 @@ class Sharing:
                 store.discard(artifact)
 
     def _place(self, artifact: Artifact) -> Place:
-        header = self.manager.header(artifact.tokens, artifact.adapter)
-        return Place(artifact.key, artifact.offset, artifact.nbytes, header)
+        return Place(artifact.key, artifact.offset, artifact.nbytes, self.manager.header_of(artifact))
 
     # ------------------------------------------------------------------ lend
 
@@ -297,11 +295,18 @@ class Sharing:
         """The identity has changed."""
         self.exchange.rename(self.manager.shared_identity)
 
-    def _wrong(self, key: bytes, tenant: str, adapter: str, tokens: array[int]) -> str | None:
+    def _space(self, told: m.Compile | m.Wanted, tokens: array[int]) -> tuple[bytes, array[int], str, str]:
+        """For :meth:`LinkManager.reserve_for`."""
+        return told.key, tokens, self.manager.adapter_called(told.adapter) or "", told.method
+
+    def _wrong(self, told: m.Compile | m.Wanted, tokens: array[int]) -> str | None:
         """Why a segment cannot be what the router says it is, or None."""
-        if adapter:  # their ids are drawn at random by each server
-            return "adapters are not shared"
-        if keys.artifact_key(self.manager.shared_identity, tenant, adapter, tokens) != key:
+        manager = self.manager
+        if (adapter := manager.adapter_called(told.adapter)) is None:
+            return "the adapter is not loaded here, or from other files"
+        if (method := manager.methods.get(told.method or manager.default.name)) is None:
+            return f"no method {told.method!r} here"
+        if manager.key(told.tenant, adapter, tokens, method) != told.key:
             return "key and tokens do not agree"
         ids = np.frombuffer(tokens, dtype=np.int64)
         if ids.min() < 0 or ids.max() >= self.manager.vocab_size:

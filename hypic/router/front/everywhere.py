@@ -11,6 +11,7 @@ from typing import Any
 
 from sglang.srt.managers.io_struct import FlushCacheReqOutput, LoadLoRAAdapterReqInput, LoRAUpdateOutput
 
+from hypic.engine.keys import adapter_name
 from hypic.router.front.segments import RoutedSegments
 from hypic.router.front.workers import Workers
 from hypic.router.service import Router
@@ -26,6 +27,8 @@ class Everywhere:
     server_args: Any
     lora_registry: Any
     hypic_segments: RoutedSegments
+    _adapter_names: dict[str, str]
+    """By SGLang's id in this process."""
 
     def alive(self) -> Mapping[str, str]:
         """HTTP addresses of the workers by name."""
@@ -49,8 +52,23 @@ class Everywhere:
                 some = {name: http for name, http in self.alive().items() if answers.get(name, (0,))[0] == 200}
                 await self.workers.ask_all(some, "POST", "/unload_lora_adapter", {"lora_name": obj.lora_name})
             return [LoRAUpdateOutput(success=False, error_message=failed)]
+        self.adapter_name(obj.lora_id, obj if isinstance(obj, LoadLoRAAdapterReqInput) else None)
         loaded = next((a[1].get("loaded_adapters") for a in answers.values() if isinstance(a[1], dict)), None)
         return [LoRAUpdateOutput(success=True, loaded_adapters=loaded)]
+
+    def adapter_name(self, adapter: str | None, ref: Any = None) -> str:
+        """What workers call an adapter of ours; "" if they cannot agree, or for none. Its files are looked at once.
+
+        Args:
+            ref: it, while SGLang has not yet written it down.
+        """
+        if not adapter:
+            return ""
+        if adapter not in self._adapter_names:
+            known = self.lora_registry.get_all_adapters().values()
+            ref = ref or next((r for r in known if r.lora_id == adapter), None)
+            self._adapter_names[adapter] = adapter_name(ref.lora_name, ref.lora_path or "") if ref else ""
+        return self._adapter_names[adapter]
 
     async def _load_adapters(self, http: str) -> set[str]:
         """Have a worker load those that were loaded while we served, if it has not. Returns their names."""

@@ -73,6 +73,7 @@ class RouterManager(Everywhere, TokenizerManager):
         self.unshared: Counter[str] = Counter()
         """Prompts whose segments are compiled where they are linked, by reason."""
         self.retries = 0
+        self._adapter_names = {}
         from hypic.router.front.metrics import RouterMetrics
 
         # Workers are forked from a process that has imported this module, and they say where metrics are shared between
@@ -235,13 +236,14 @@ class RouterManager(Everywhere, TokenizerManager):
 
     def _prompts(self, flight: _Flight, plan: RequestSpans) -> list[Prompt]:
         """Segments that workers may compile for each other."""
-        if why := unshared(flight.tokenized, plan):
+        adapter = self.adapter_name(flight.tokenized.lora_id)
+        if why := unshared(flight.tokenized, plan, adapter):
             self.unshared[why] += 1
             return []
         if not (identity := self.router.coordinator.identity):
             return []
-        w = next(iter(self.hypic_segments.methods.values())).seam_window
-        return segments(flight.tokenized, plan, identity, w, self._config.min_segment, self.router.measured.costs)
+        costs, methods = self.router.measured.costs, self.hypic_segments.methods
+        return segments(flight.tokenized, plan, identity, methods, self._config.min_segment, costs, adapter)
 
     # ------------------------------------------------------------------ ends
 

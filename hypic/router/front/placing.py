@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from typing import Any
 
 from hypic.engine.keys import artifact_key
+from hypic.method import Method
 from hypic.router.actions import Prompt
 from hypic.router.costs import Costs
 from hypic.router.prefixes import digests
@@ -18,28 +20,39 @@ def plan_of(tokenized: Any) -> RequestSpans:
     return RequestSpans.from_params(params, len(tokenized.input_ids)) or RequestSpans()
 
 
-def unshared(tokenized: Any, plan: RequestSpans) -> str | None:
+def unshared(tokenized: Any, plan: RequestSpans, adapter: str) -> str | None:
     """Why no other worker may compile or send the prompt's segments, or None.
 
-    SGLang draws an adapter's id anew in each server that loads it, and artifacts are kept by that id.
+    `adapter` is what workers call its adapter: "" for one that they cannot name (:func:`hypic.engine.keys.adapter_name`).
     """
-    if not plan.cached:
-        return None
-    return "adapter" if tokenized.lora_id else "method" if plan.method else None
+    return "adapter" if plan.cached and tokenized.lora_id and not adapter else None
 
 
 def segments(
-    tokenized: Any, plan: RequestSpans, identity: bytes, seam_window: int, min_segment: int, costs: Costs
+    tokenized: Any,
+    plan: RequestSpans,
+    identity: bytes,
+    methods: Mapping[str, Method],
+    min_segment: int,
+    costs: Costs,
+    adapter: str = "",
 ) -> list[Prompt]:
-    """The segments that a worker will link, or compile for their names, as it names them."""
+    """The segments that a worker will link, or compile for their names, as it names them.
+
+    Args:
+        methods: of the server, its default first.
+        adapter: as in :func:`unshared`.
+    """
     ids: array[int] = tokenized.input_ids
-    out = []
+    default = next(iter(methods.values()))
+    method = methods[plan.method or default.name]
+    w, tag, out = method.seam_window, method.tag(default), []
     for start, end in plan.cached:
         n = end - start
-        if (end < len(ids) or plan.name) and n > seam_window and n >= min_segment:
+        if (end < len(ids) or plan.name) and n > w and n >= min_segment:
             tokens = ids[start:end]
-            key = artifact_key(identity, plan.salt, "", tokens)
-            out.append(Prompt(key, plan.salt, "", tokens.tobytes(), costs.artifact_nbytes(n)))
+            key = artifact_key(identity, plan.salt, adapter, tokens, tag)
+            out.append(Prompt(key, plan.salt, adapter, tokens.tobytes(), costs.artifact_nbytes(n, w), plan.method))
     return out
 
 

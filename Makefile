@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
 # Processes that run tests beside each other, the longest files first (tests/schedule.py); each takes a core and 4 GB.
-JOBS ?= 2
+JOBS ?= 3
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install --constraint constraints.txt

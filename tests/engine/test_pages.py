@@ -15,6 +15,7 @@ import pytest
 from hypic.check.judge import EXACT, Judge
 from hypic.check.session import Answer, Prompt, Session, distance
 from hypic.config import HypicConfig
+from tests.platform.test_engine_matches_hf import hf_greedy, prompt
 
 PAGE = 16
 REQUESTS = 2
@@ -24,6 +25,7 @@ FLAGS: dict[str, Any] = {
     "attention_backend": "triton",
     "max_running_requests": REQUESTS,
     "max_total_tokens": 1024,
+    "chunked_prefill_size": 64,
     "spawn": True,  # TRITON_INTERPRET is read at import
     "env": {"TRITON_INTERPRET": "1"},
 }
@@ -54,6 +56,14 @@ def ask(session: Session, judge: Judge, prompt: Prompt) -> Answer:
     truth, linked = judge.link(session, prompt, answer.ids)
     assert linked == answer.linked and distance(answer, truth) <= EXACT
     return answer
+
+
+def test_plain_prompts_are_continued_as_by_transformers(session: Session, tiny_model: Callable[[str], Path]) -> None:
+    """Both in one batch, one of them in two chunks; the platform's tests compare all other backends so."""
+    prompts = [prompt(length) for length in (5, 70)]
+    expected = hf_greedy(tiny_model("qwen3next"), prompts)
+    answers = session.ask_together([Prompt(ids, new_tokens=4) for ids in prompts])
+    assert [answer.ids for answer in answers] == [ids[:4] for ids in expected]
 
 
 def test_a_link_equals_the_oracle_compiled_and_hit(session: Session, judge: Judge) -> None:

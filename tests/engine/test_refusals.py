@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import subprocess
-import sys
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from typer.testing import CliRunner
 
 from hypic.check.engines import running_engine
+from hypic.cli import app
 from hypic.commands.serve import read_server_args
 from hypic.config import HypicConfig
 from hypic.engine import objections
@@ -28,6 +29,7 @@ from hypic.engine.support import (
     check_methods,
     check_server_args,
 )
+from hypic.platform_cpu import fork_server
 
 VALUES = {
     "--speculative-algorithm": ["EAGLE", "NGRAM", "STANDALONE"],
@@ -126,17 +128,21 @@ def test_an_engine_does_not_start_with_a_refused_flag(tiny_model: Callable[[str]
         running_engine(tiny_model("llama"), kv_cache_dtype="fp8_e5m2").__enter__()
 
 
-def test_a_server_ends_with_what_it_refuses_and_no_traceback(tiny_model: Callable[[str], Path]) -> None:
+def test_a_server_ends_with_what_it_refuses_and_no_traceback(
+    tiny_model: Callable[[str], Path], with_flags: Parse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command in this process, which has imported SGLang; test_refused_models.py has one of its own."""
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(fork_server, "start", lambda: None)
     flags = ["--tokenizer-worker-num", "2", "--enable-streaming-session"]
-    command = [sys.executable, "-m", "hypic", "serve", str(tiny_model("llama")), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert done.stderr.rstrip().endswith(
+    done = CliRunner().invoke(app, ["serve", str(tiny_model("llama")), *flags])
+    assert done.exit_code == 2
+    assert done.output.rstrip().endswith(
         "hypic serve: hypic does not work with these flags; drop them, or serve without hypic:\n"
         "  --tokenizer-worker-num: SGLang's tokenizer workers load no plugins\n"
         "  --enable-streaming-session: streaming sessions are not proven"
     )
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.output
 
 
 @pytest.mark.parametrize("methods", ["legolink-0", "seam,legolink-0"])
@@ -158,14 +164,6 @@ def why_it_died(model: Path, folder: Path, config: HypicConfig, **flags: Any) ->
     with pytest.raises(RuntimeError, match="died during initialization"):
         running_engine(model, env=env, **flags).__enter__()
     return (folder / "log").read_text()
-
-
-def test_a_hybrid_is_not_served_with_legolink_0(
-    tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    config = HypicConfig(enabled=True, methods="seam,legolink-0")
-    said = why_it_died(tiny_model("qwen35"), tmp_path_factory.mktemp("log"), config)
-    assert "--hypic-methods legolink-0: for models whose layers are all full attention" in said
 
 
 def test_windows_that_only_the_layers_know_are_refused(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import KDA, Case, Heads, Target, assert_close, sizes
+from cases import INTERPRETED, KDA, Case, Heads, Target, assert_close, sizes
 
 from hypic.kernels.gdn_chain import ChainItem, gdn_chain
 
 RUN = sizes([1, 7, 63, 64, 65, 500, 1000], [1, 7, 65])
+PLAIN = sizes([Heads()], [Heads(1, 2)])[0]
 
 
 def check(
@@ -28,9 +29,7 @@ def check(
 
 
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "continued"])
-@pytest.mark.parametrize(
-    ("length", "heads"), [(n, Heads()) for n in RUN] + [(n, KDA) for n in sizes(RUN, [7])], ids=str
-)
+@pytest.mark.parametrize(("length", "heads"), [(n, PLAIN) for n in RUN] + [(n, KDA) for n in sizes(RUN, [7])], ids=str)
 def test_one_run(length: int, fresh: bool, heads: Heads, target: Target) -> None:
     case = Case(heads, tokens=length + 3, seed=length, device=target.device)
     check(case, target, [[ChainItem(2, length)]], [3], [fresh])
@@ -78,6 +77,7 @@ def test_rows_of_seams_and_artifacts(heads: Heads, target: Target) -> None:
     check(case, target, [[ChainItem(0, 8, art, 1), ChainItem(9, 8, 0, 0), ChainItem(17, 1, art, 1)]], [1], [False])
 
 
+@pytest.mark.skipif(INTERPRETED, reason="it is about the data, which are those of the torch reference")
 def test_the_side_of_T_matters(target: Target) -> None:
     """The data of these tests is not easy: with T on the wrong side (its transpose) the result is far off."""
     case = Case(Heads(), tokens=26, device=target.device)
@@ -92,20 +92,20 @@ def test_the_side_of_T_matters(target: Target) -> None:
     assert ((case.ssm_pool.cpu() - ssm_truth).abs().amax((1, 2, 3))[slot] > 0.1).all()
 
 
-@pytest.mark.parametrize("heads", [Heads(), KDA], ids=str)
+@pytest.mark.parametrize("heads", [PLAIN, KDA], ids=str)
 def test_pools_in_bf16_are_rounded_once(heads: Heads, target: Target) -> None:
     case = Case(heads, tokens=26, pool_dtype=torch.bfloat16, device=target.device)
     check(case, target, *rag(case), tol=1e-2)
 
 
-@pytest.mark.parametrize("heads", [Heads(), Heads(1, 1, 5, 3)], ids=str)
+@pytest.mark.parametrize("heads", [PLAIN, Heads(1, 1, 5, 3)], ids=str)
 def test_artifacts_in_bf16_are_read_as_they_are(heads: Heads, target: Target) -> None:
     """The truth reads the same rounded T and S: nothing else may be rounded."""
     case = Case(heads, tokens=26, state_dtype=torch.bfloat16, device=target.device)
     check(case, target, *rag(case))
 
 
-@pytest.mark.parametrize("heads", [Heads(), KDA], ids=str)
+@pytest.mark.parametrize("heads", [PLAIN, KDA], ids=str)
 def test_model_in_bf16(heads: Heads, target: Target) -> None:
     """Projections, parameters and outputs in bf16, as on a GPU: only the output is rounded."""
     case = Case(heads, tokens=26, device=target.device)

@@ -103,15 +103,18 @@ class Batch:
 
 
 @pytest.mark.parametrize("prefix", sizes([0, 1, 63, 500], [0, 1, 63, 300]))
-@pytest.mark.parametrize("count", sizes([1, 7, 63, 64, 65], [1, 7, 17]))
+@pytest.mark.parametrize("count", sizes([1, 7, 63, 64, 65], [1, 17]))
 def test_one_request(count: int, prefix: int, target: Target) -> None:
     Batch([spread(count, prefix)], seed=count, target=target).check()
 
 
-@pytest.mark.parametrize("options", [{}, {"workers": 2}, {"workers": 10}, {"split": 1}, {"split": 150}], ids=str)
+SPLITS = [{}, {"workers": 2}, {"split": 1}, {"split": 150}]
+
+
+@pytest.mark.parametrize("options", sizes([*SPLITS, {"workers": 10}], SPLITS), ids=str)
 def test_several_requests_however_the_work_is_split(options: dict[str, int], target: Target) -> None:
     """One of them computes nothing, one has no prefix, one computes only its last token."""
-    last, many = sizes([699, 40], [350, 17])
+    last, many = sizes([699, 40], [200, 17])
     batch = Batch([spread(19, 5), [], list(range(21)), [last], spread(many, 130)], target=target)
     plan = batch.check(**options)
     if options.get("workers") == 2:
@@ -122,18 +125,20 @@ def test_several_requests_however_the_work_is_split(options: dict[str, int], tar
 
 
 SHAPES = [
-    SeamShape(3, 3, 32, 32, F32),
-    SeamShape(8, 2, 48, 80, F32),
     SeamShape(14, 2, 80, 48, F32),
     SeamShape(8, 1, 20, 12, F32),
-    SeamShape(8, 1, 256, 256, F32),
     SeamShape(8, 1, 256, 256, HALF),
     SeamShape(8, 2, 128, 128, F16),
-    SeamShape(4, 4, 80, 80, HALF),
+    SeamShape(2, 2, 80, 80, HALF),
 ]
+MORE_SHAPES = [SeamShape(3, 3, 32, 32, F32), SeamShape(8, 2, 48, 80, F32), SeamShape(8, 1, 256, 256, F32)]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.q_heads}-{s.kv_heads}-{s.k_dim}-{s.v_dim}-{s.dtype}"[:24])
+@pytest.mark.parametrize(
+    "shape",
+    sizes(SHAPES + MORE_SHAPES, SHAPES),
+    ids=lambda s: f"{s.q_heads}-{s.kv_heads}-{s.k_dim}-{s.v_dim}-{s.dtype}"[:24],
+)
 def test_heads_dims_and_types(shape: SeamShape, target: Target) -> None:
     Batch([spread(20, 70), spread(3, 200)], shape=shape, target=target).check(workers=3 * shape.kv_heads)
 

@@ -1,4 +1,7 @@
-"""SGLang in CPU mode generates what Hugging Face transformers generate, token for token."""
+"""SGLang in CPU mode generates what Hugging Face transformers generate, token for token.
+
+Its Triton attention backend, interpreted, does so in tests/engine/test_pages.py.
+"""
 
 from __future__ import annotations
 
@@ -79,18 +82,6 @@ def test_greedy_equals_transformers(
 def test_the_table_of_coverage_says_what_is_compared_here() -> None:
     variants = {"qwen35_dk"}
     assert {name for name, _ in CASES} - variants == {c.model for c in COVERAGE if c.transformers}
-
-
-def test_interpreted_triton_attention_equals_transformers(
-    tiny_model: Callable[[str], Path], engine_for: Callable[..., Any]
-) -> None:
-    """SGLang's Triton attention backend on 16-token pages, its kernels run by Triton's interpreter."""
-    prompts = [prompt(length) for length in (5, 70)]
-    expected = hf_greedy(tiny_model("qwen3next"), prompts)
-    interpreted = {"attention_backend": "triton", "env": {"TRITON_INTERPRET": "1"}, "spawn": True}
-    engine = engine_for("qwen3next", chunked_prefill_size=64, max_total_tokens=2048, **PAGED, **interpreted)
-    batch = engine.generate(input_ids=prompts, sampling_params=GREEDY | {"max_new_tokens": 4})
-    assert [one["output_ids"] for one in batch] == [ids[:4] for ids in expected]
 
 
 def test_prefill_speed(engine_for: Callable[..., Any]) -> None:

@@ -6,7 +6,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
-# Processes that run tests beside each other, the longest files first (tests/schedule.py); each takes a core and 4 GB.
+# Processes that run tests beside each other, the longest files first (tests/schedule.py); each takes up to 4 GB. One more than
+# two cores: while an engine starts or answers, its test waits.
 JOBS ?= 3
 
 PY := $(VENV)/bin/python

@@ -15,11 +15,11 @@ SHARED = ("tests/cases", "tests/cluster", "tests/http", "tests/server")
 """Folders whose fixtures start engines for a whole session: on two workers they would start twice."""
 
 SECONDS = {
-    "tests/platform/test_engine_matches_hf.py": 200,
+    "tests/platform/test_engine_matches_hf.py": 150,
     "tests/cases": 250,
     "tests/engine/test_selfcheck.py": 240,
     "tests/server": 150,
-    "tests/kernels/test_interpreted.py": 130,
+    "tests/kernels/test_interpreted.py": 100,
     "tests/engine/test_soak.py": 87,
     "tests/cluster": 100,
     "tests/engine/test_mutations.py": 90,
@@ -30,9 +30,12 @@ SECONDS = {
     "tests/check/test_oracle.py": 40,
     "tests/http": 40,
     "tests/demo/test_demo.py": 40,
-    "tests/engine/test_refusals.py": 90,
+    "tests/engine/test_refusals.py": 50,
     "tests/engine/test_ordinary.py": 65,
     "tests/commands/test_doctor.py": 45,
+    "tests/engine/test_pages.py": 45,
+    "tests/platform/test_serve.py": 40,
+    "tests/engine/test_refused_models.py": 30,
     "tests/traces/test_replay.py": 25,
 }
 """CPU seconds of the longest files and of the shared folders, measured now and then: only their order matters."""

@@ -228,8 +228,11 @@ def counting(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPat
     folder = tmp_path_factory.mktemp("metrics")
     flags = {"enable_metrics": True, "disable_radix_cache": True, "enable_return_hidden_states": True}
     config = HypicConfig(enabled=True, min_segment=32, memory=ARENA)
-    env = {**config.to_env(), "PROMETHEUS_MULTIPROC_DIR": str(folder)}  # read at import: processes of its own
-    with running_engine(tiny_model("llama"), env=env, spawn=True, **flags) as engine:
+    env = {
+        **config.to_env(),
+        "PROMETHEUS_MULTIPROC_DIR": str(folder),
+    }  # read at import, which the fork server leaves to forks
+    with running_engine(tiny_model("llama"), env=env, **flags) as engine:
 
         def counts(name: str, label: str = "reason") -> Counter[str]:
             from prometheus_client import CollectorRegistry, multiprocess

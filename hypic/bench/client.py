@@ -24,6 +24,8 @@ class Client:
     def __init__(self, engine: Any, hypic: bool) -> None:
         self._engine, self.hypic = engine, hypic
         self.vocab: int = engine.tokenizer_manager.model_config.vocab_size
+        self.longest: int = engine.tokenizer_manager.max_req_input_len - 1
+        """Tokens of the longest prompt that the engine takes: of its context, or of what its KV pool holds."""
 
     def ask(self, prompt: Prompt, new_tokens: int = 1) -> Timed:
         """One request, alone."""

@@ -32,6 +32,9 @@ THROUGHPUT = (16, 1024, 64)
 """Requests at once, tokens of each prompt (at most the workload's), tokens of each answer."""
 TOGETHER = (1, 2, 4, 8)
 MAX_SCALE_TOKENS = 1 << 18
+"""Of all segments of a point together."""
+CUT = 0.9
+"""A point that the engine's context cannot hold is timed with segments of at least this share of their length, or left out."""
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -114,22 +117,36 @@ def scale(client: Client, plan: Plan) -> Iterator[Timing]:
     """Documents of a length are drawn once, for the point with the most of them; the others take some of those."""
     if not client.hypic:
         return
-    for length in sorted({tokens for _, tokens in plan.grid}):
-        counts = sorted((n for n, tokens in plan.grid if tokens == length), reverse=True)
-        base = msgspec.structs.replace(plan.workload, segments=counts[0], segment_tokens=length)
-        prompts = Prompts(base, client.vocab)
-        documents = prompts.documents()
+    for asked in sorted({tokens for _, tokens in plan.grid}):
+        counts = sorted((n for n, tokens in plan.grid if tokens == asked), reverse=True)
+        prompts = Prompts(
+            msgspec.structs.replace(plan.workload, segments=counts[0], segment_tokens=asked), client.vocab
+        )
+        drawn = prompts.documents()
         for n in counts:
-            point = msgspec.structs.replace(base, segments=n)
-            client.ask(prompts.prompt(documents[:n]))
+            point = fitted(plan.workload, n, asked, client.longest)
+            if point is None:
+                print(f"scale: {n} x {asked} left out: the engine takes {client.longest} tokens", flush=True)
+                continue
+            documents = [d[: point.segment_tokens] for d in drawn[:n]]
+            client.ask(prompts.prompt(documents))
 
-            def warm(n: int = n, prompts: Prompts = prompts, documents: list[list[int]] = documents) -> Timed:
-                return client.ask(prompts.prompt(prompts.shuffled(documents[:n])))
+            def warm(prompts: Prompts = prompts, documents: list[list[int]] = documents) -> Timed:
+                return client.ask(prompts.prompt(prompts.shuffled(documents)))
 
-            timed = _repeat(base.reps, warm)
-            shape = {"segments": n, "segment_tokens": length, "tokens": point.tokens}
+            timed = _repeat(point.reps, warm)
+            shape = {"segments": n, "segment_tokens": point.segment_tokens, "tokens": point.tokens}
             shape |= {"computed": point.seams(plan.seam_window), "pairs": attended_pairs(point, plan.seam_window)}
-            yield _timing("scale", f"warm, {n} x {length}", timed, shape)
+            yield _timing("scale", f"warm, {n} x {point.segment_tokens}", timed, shape)
+
+
+def fitted(work: Workload, segments: int, segment_tokens: int, longest: int) -> Workload | None:
+    """The workload with so many segments, each as long as wanted or somewhat shorter, so that a prompt of `longest` tokens holds
+    them beside its system and query; None where they would have to be much shorter."""
+    length = min(segment_tokens, (longest - work.system - work.query) // segments)
+    if length < CUT * segment_tokens:
+        return None
+    return msgspec.structs.replace(work, segments=segments, segment_tokens=length)
 
 
 def attended_pairs(work: Workload, w: int) -> int:

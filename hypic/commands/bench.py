@@ -74,7 +74,8 @@ def bench(
     """Time prompts made of segments on MODEL, on hypic and on stock SGLang, one engine after the other.
 
     ttft: cold, prefix hit, warm, next turn; ordinary requests, decoding, throughput. concurrency: warm requests at once. scale:
-    warm links over numbers and lengths of segments (up to 262,144 tokens in all), with a fit of what the time is made of.
+    warm links over numbers and lengths of segments (up to 262,144 tokens of them, cut to what the context holds beside the
+    rest of the prompt), with a fit of what the time is made of.
     kernels: hypic's own kernels alone, and what building artifacts takes of a cold TTFT. scatter: cold prompts of equal and of
     uneven segments on several workers behind a router, LPT and round robin, beside one worker, the simulation, and stock SGLang
     on one GPU and (--tp-alternative N) on N; whether several workers answer as one does.
@@ -108,7 +109,7 @@ def bench(
     except (ConfigError, ServeError) as e:
         raise typer.BadParameter(str(e)) from None
     work = Workload(system, segments, segment_tokens, query, reps, seed)
-    grid = [(n, m) for n in many for m in long if system + n * m + query <= MAX_SCALE_TOKENS]
+    grid = [(n, m) for n in many for m in long if n * m <= MAX_SCALE_TOKENS]
     try:
         inherited = dummy.environment(argv, dummy_horizon)
     except ValueError as e:

@@ -16,8 +16,9 @@ from hypic.artifact.layout import ArtifactLayout, FullShape, Header, encode_head
 from hypic.config import HypicConfig, artifact_state_dtype
 from hypic.doctor.findings import LayerFamily, ModelFinding, SegmentSize
 from hypic.engine.families import family, family_of_config
+from hypic.engine.memory import CPU_ARENA_BYTES, GPU_ARENA_SHARE, arena_of, estimated
 from hypic.engine.objections import doubts, refusals
-from hypic.engine.support import REMEDY, check_methods, check_server_args
+from hypic.engine.support import REMEDY, Unsupported, check_methods, check_server_args
 
 SEGMENT_TOKENS = (512, 2048, 8192)
 
@@ -83,9 +84,13 @@ def examine(finding: ModelFinding, server_args: Any, config: HypicConfig, free: 
         finding.transition_bytes, finding.state_bytes = n * layout.t_layer, n * layout.s_layer
         finding.conv_bytes = n * layout.conv_layer
     finding.token_bytes = layout.kv_token_bytes
-    finding.weight_bytes = _weight_bytes(Path(server_args.model_path))
+    finding.weight_bytes = _weight_bytes(Path(server_args.model_path), model, server_args.load_format)
     ours = (finding.weight_bytes or 0) // server_args.tp_size
-    finding.arena_bytes, finding.arena_source = _arena(config, free, ours, on_cpu)
+    try:
+        finding.arena_bytes, finding.arena_source = _arena(config, server_args, free, ours, on_cpu)
+    except Unsupported as e:
+        finding.problems.append(str(e))
+        return
     for tokens in SEGMENT_TOKENS:
         nbytes = artifact_bytes(layout, model, server_args, config, tokens)
         fit = finding.arena_bytes // nbytes
@@ -168,18 +173,35 @@ def artifact_bytes(layout: ArtifactLayout, model: Any, server_args: Any, config:
     return align(len(encode_header(header)) + layout.payload_bytes(max(tokens - config.seam_window, 0)))
 
 
-def _arena(config: HypicConfig, free: int, weights: int, on_cpu: bool) -> tuple[int, str]:
-    """Size of the arena, and where that figure is from."""
-    from hypic.engine.lifecycle import CPU_ARENA_BYTES, GPU_ARENA_SHARE
-
-    if config.memory:
-        return config.memory, "--hypic-memory"
+def _arena(config: HypicConfig, server_args: Any, free: int, weights: int, on_cpu: bool) -> tuple[int, str]:
+    """Size of the arena, and where that figure is from. Raises Unsupported where it leaves SGLang nothing."""
     if on_cpu:
+        if config.memory:
+            return config.memory, "--hypic-memory"
         return CPU_ARENA_BYTES, "the default on a CPU; --hypic-memory sets it"
-    share = f"{GPU_ARENA_SHARE:.0%} of what will be free once the weights are loaded"
-    return math.floor(max(free - weights, 0) * GPU_ARENA_SHARE), f"an estimate: {share}; --hypic-memory sets it"
+    budget = estimated(server_args, free, weights)
+    nbytes = arena_of(config, budget)
+    if config.memory:
+        return nbytes, "--hypic-memory"
+    return nbytes, f"an estimate: {budget}, of which {GPU_ARENA_SHARE:.0%}; --hypic-memory sets it"
 
 
-def _weight_bytes(folder: Path) -> int | None:
-    """Bytes of a local model's weight files; 0 where they are not there yet."""
+def _weight_bytes(folder: Path, model: Any, load_format: str) -> int | None:
+    """Bytes of a local model's weight files; 0 where they are not there yet. Of dummy weights as many as its config makes, where
+    transformers knows the model."""
+    if load_format == "dummy":
+        return _made_up_bytes(folder, model)
     return sum(f.stat().st_size for f in folder.glob("*.safetensors")) if folder.is_dir() else None
+
+
+def _made_up_bytes(folder: Path, model: Any) -> int | None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder).get_text_config()
+        with torch.device("meta"):
+            made = AutoModelForCausalLM.from_config(config)
+    except Exception:  # whatever transformers has against a model that SGLang may well know
+        return None
+    return sum(p.numel() for p in made.parameters()) * model.dtype.itemsize

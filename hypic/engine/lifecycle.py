@@ -17,11 +17,12 @@ import zmq
 
 from hypic.artifact.arena import Arena
 from hypic.artifact.store import ArtifactStore
-from hypic.config import HypicConfig, from_env, unread
+from hypic.config import from_env, unread
 from hypic.engine import audit, keys, model, objections, support
 from hypic.engine.families import family
 from hypic.engine.forward import LinkRuntime
 from hypic.engine.manager import LinkManager
+from hypic.engine.memory import arena_bytes, none_fits
 from hypic.engine.metrics import EngineMetrics
 from hypic.engine.request import compile_of, link_of
 
@@ -29,10 +30,6 @@ if TYPE_CHECKING:
     from hypic.engine.cluster.exchange import Exchange
 
 logger = logging.getLogger(__name__)
-
-CPU_ARENA_BYTES = 1 << 30
-GPU_ARENA_SHARE = 0.10
-"""Share of the device memory free after loading the weights, where --hypic-memory is not given."""
 
 
 # ---------------------------------------------------------------------- start-up
@@ -54,11 +51,11 @@ def check_server_args(_: Any, args: Any) -> None:
 
 
 def allocate_arena(model_runner: Any, *_: Any, **__: Any) -> None:
-    """Before the KV pools are sized: take the arena's memory, so that SGLang's plan counts it as used."""
+    """Before the KV pools are sized: take the arena's memory, so that SGLang's plan counts it as used. Raises Unsupported."""
     if model_runner.is_draft_worker:
         return
     config, device = from_env(), model_runner.device
-    nbytes = arena_bytes(config, device)
+    nbytes = arena_bytes(config, model_runner)
     buffer = None
     if config.router and device == "cpu":
         from hypic.engine.cluster.windows import shared_buffer
@@ -66,16 +63,6 @@ def allocate_arena(model_runner: Any, *_: Any, **__: Any) -> None:
         buffer = shared_buffer(nbytes)
     model_runner.hypic = LinkRuntime(Arena(nbytes, device, buffer))
     logger.info("hypic: artifact arena of %.1f MiB on %s", nbytes / 2**20, model_runner.device)
-
-
-def arena_bytes(config: HypicConfig, device: str) -> int:
-    """Size of the arena: --hypic-memory, or a default by device."""
-    if config.memory:
-        return config.memory
-    if device == "cpu":
-        return CPU_ARENA_BYTES
-    free, _ = torch.cuda.mem_get_info()
-    return int(free * GPU_ARENA_SHARE)
 
 
 def attach_runtime(_: Any, model_runner: Any) -> None:
@@ -100,10 +87,12 @@ def attach_runtime(_: Any, model_runner: Any) -> None:
         if runtime.solved:
             logger.info("hypic: T of interiors is made of what SGLang's own pass over them solves")
     smallest = layout.payload_bytes(max(config.min_segment - config.seam_window, 0))
-    if smallest > runtime.arena.buffer.numel():
+    if smallest > (arena := runtime.arena.buffer.numel()):
+        if not config.memory:
+            raise support.Unsupported(none_fits(arena, smallest, config.min_segment))
         logger.warning(
             "hypic: not one segment fits into the arena of %d bytes (one of %d tokens takes %d): raise --hypic-memory",
-            runtime.arena.buffer.numel(), config.min_segment, smallest,
+            arena, config.min_segment, smallest,
         )  # fmt: skip
     latent = layout.full is not None and not layout.full.d_v
     if latent and config.attention == "seam":

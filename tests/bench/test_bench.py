@@ -20,7 +20,7 @@ from hypic.bench.kernels import Bench
 from hypic.bench.report import FIT_TERMS, fit, plot, tables
 from hypic.bench.result import BenchResult, EngineRun, Timing
 from hypic.bench.runner import kept_flags, tiny_kind
-from hypic.bench.suites import NotWarm, Plan, attended_pairs, require_warm
+from hypic.bench.suites import NotWarm, Plan, attended_pairs, fitted, require_warm
 from hypic.bench.workload import Prompts, Workload
 from hypic.cli import app
 
@@ -73,6 +73,25 @@ def test_no_coefficient_of_a_fit_is_below_zero() -> None:
     found = fit([point(n, m, float(50 - n / 8 + rng.normal())) for n in (4, 16, 64, 128) for m in (512, 2048)])
     assert found is not None and all(found[k] >= 0 for k in FIT_TERMS)
     assert fit([point(4, 512, 1.0)]) is None
+
+
+@pytest.mark.parametrize(
+    ("segments", "tokens", "longest", "found"),
+    [
+        (16, 16384, 262138, 16377),  # as long as a context of 262,144 holds
+        (128, 2048, 262138, 2047),
+        (64, 512, 262138, 512),
+        (64, 2048, 65530, None),
+        (10, 100, 97 + 900, 90),
+        (10, 100, 95 + 900, None),
+    ],
+)
+def test_points_that_are_longer_than_the_context_are_cut_or_left_out(
+    segments: int, tokens: int, longest: int, found: int | None
+) -> None:
+    point = fitted(Workload(), segments, tokens, longest)
+    assert (point and point.segment_tokens) == found
+    assert point is None or (point.tokens <= longest and point.segments == segments)
 
 
 def test_a_time_that_is_not_warm_is_no_figure() -> None:
@@ -128,7 +147,8 @@ def test_a_model_that_is_not_there_and_an_unknown_flag_end_at_once(tmp_path: Pat
 def test_for_real(tiny_model: Any, tmp_path: Path) -> None:
     """On a hybrid with dummy weights, which remember on both engines, and are served from artifacts."""
     options = (
-        "--suites kernels,ttft,concurrency --segments 2 --segment-tokens 80 --system 3 --query 5 --reps 1 --together 2"
+        "--suites kernels,ttft,concurrency,scale --segments 2 --segment-tokens 80 --system 3 --query 5 --reps 1 --together 2 "
+        "--counts 4,8 --lengths 128 --context-length 512"
     )
     command = ["bench", str(tiny_model("qwen35")), *options.split(), "--no-selfcheck", "--load-format", "dummy"]
     done = CliRunner().invoke(app, [*command, "--out", str(tmp_path)])
@@ -150,7 +170,18 @@ def test_for_real(tiny_model: Any, tmp_path: Path) -> None:
     said = (tmp_path / "bench.md").read_text()
     assert "* building artifacts, in ms: 1 forward pass x 3 layers x (" in said and "| hypic | cold |" in said
     assert "the heads of 3 linear layers remember" in said and "| joined: T and S in float32 |" in said
-    assert list(cases) == ["cold", "warm", "turn", "ordinary", "decode", "throughput", "warm, 2 at once"]
+    assert list(cases) == [
+        "cold",
+        "warm",
+        "turn",
+        "ordinary",
+        "decode",
+        "throughput",
+        "warm, 2 at once",
+        "warm, 4 x 124",
+    ]
+    assert cases["warm, 4 x 124"]["shape"]["tokens"] == 504, "as much as a context of 512 tokens takes"
+    assert "scale: 8 x 128 left out: the engine takes 505 tokens" in " ".join(done.output.split())
     assert all(len(t["values"]) == 1 and t["values"][0] > 0 for t in cases.values())
     assert cases["cold"]["cached"][0] <= 3, "the system prompt at most, from the radix tree"
     assert 2 * 72 <= cases["warm"]["cached"][0] <= 2 * 72 + 3

@@ -203,6 +203,12 @@ def test_plan_follows_memory_and_ranks(tiny_model: Callable[[str], Path]) -> Non
     assert one.weight_bytes == (tiny_model("qwen3next") / "model.safetensors").stat().st_size
 
 
+def test_dummy_weights_take_as_much_as_files_would(tiny_model: Callable[[str], Path]) -> None:
+    file = (tiny_model("qwen3next") / "model.safetensors").stat().st_size
+    made = examine(tiny_model("qwen3next"), "--load-format", "dummy", memory=64 << 20).weight_bytes
+    assert made == pytest.approx(file, rel=0.03), "the file has a header, too"
+
+
 def test_an_arena_that_holds_no_segment_is_a_problem() -> None:
     """It says what would hold one; a MiB less does not."""
     shape = SHAPES / "qwen3.5-35b-a3b", "--dtype", "bfloat16"

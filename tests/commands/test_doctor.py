@@ -14,15 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from hypic.check.coverage import REFUSED, Refused
 from hypic.check.tiny_models import NAMES
+from hypic.cli import app
+from hypic.commands import doctor as commands
 from hypic.commands.doctor import _model
 from hypic.config import HypicConfig
 from hypic.doctor import installation
 from hypic.doctor.findings import Findings, ModelFinding
 from hypic.doctor.show import size
-from hypic.engine import model_classes
+from hypic.engine import model_classes, plugin
 from hypic.engine.hook import SUPPORTED_SGLANG, Hook, HookTable
 from hypic.engine.support import REFUSALS, Unsupported, check_methods
 
@@ -40,12 +43,6 @@ def run(code: str, *args: str) -> tuple[int, dict[str, Any]]:
 
 
 DOCTOR = "import sys; from hypic.cli import app; app(['doctor', *sys.argv[1:], '--json'])"
-BREAK_A_HOOK = """\
-from hypic.engine import plugin
-from hypic.engine.hook import Hook
-gone = Hook("sglang.srt.managers.scheduler.Scheduler.no_such_method", "after", print, "a test", ("self",))
-plugin.SCHEDULER_HOOKS = (*plugin.SCHEDULER_HOOKS, gone)
-"""
 
 
 @pytest.fixture
@@ -72,12 +69,28 @@ def test_everything_fits_the_installed_sglang(config_only: Path) -> None:
     assert found["model"]["weight_bytes"] == 0
 
 
-def test_broken_hook_fails_and_is_named() -> None:
-    code, found = run(BREAK_A_HOOK + DOCTOR)
-    assert code == 1
-    (broken,) = (h for h in found["hooks"] if h["problem"] is not None)
-    assert broken["target"].endswith("Scheduler.no_such_method") and "not found" in broken["problem"]
-    assert found["problems"] == [broken["problem"]]
+def test_broken_hook_fails_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command in this process, whose plugins are loaded."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(commands, "_quiet", lambda: None)
+
+    def problems() -> list[str]:
+        done = CliRunner().invoke(app, ["doctor", "--json"])
+        found = json.loads(done.stdout)
+        assert done.exit_code == (1 if found["problems"] else 0), done.output
+        assert {h["problem"] for h in found["hooks"]} - {None} <= set(found["problems"])
+        return list(found["problems"])
+
+    before = problems()  # what other tests have left in this process
+    gone = Hook("sglang.srt.managers.scheduler.Scheduler.no_such_method", "after", print, "a test", ("self",))
+    table = HookTable("hypic", [*plugin.table().hooks, gone])
+    table.register()
+    monkeypatch.setattr(plugin, "table", lambda: table)
+    (told,) = set(problems()) - set(before)
+    assert told.startswith(f"{gone.target}: not found")
 
 
 def test_hook_with_other_arguments_and_hook_not_applied() -> None:

@@ -33,16 +33,18 @@ def test_the_scatter_suite_on_it(
     model = tiny_model("qwen35")
     time_all(bench, cluster.url, float("inf"), lambda url: compare(url, work, plan, model, HypicConfig()))
     result = bench.result
-    assert [(r.workload, r.workers) for r in result.runs] == [(w, n) for w in ("equal", "uneven") for n in (1, 3)]
+    assert [(r.workload, r.workers) for r in result.runs] == [
+        ("equal", 1), ("equal", 3), ("short", 1), ("uneven", 1), ("uneven", 3),
+    ]  # fmt: skip
     assert not result.left_out and sorted(cluster.alive()) == ["w0", "w1", "w2"]
-    assert [r.samples[0].workers for r in result.runs if r.workers == 1] == [1, 1]
+    assert [r.samples[0].workers for r in result.runs if r.workers == 1] == [1, 1, 1]
     several = [r for r in result.runs if r.workers == 3]
     assert all(r.samples[0].workers > 1 and r.gb_per_s for r in several)
     found = result.agreement
     assert found is not None and found.passed, found
     assert (found.prompts, found.split, found.noise) == (2, 2, None) and found.signal > 1e-2
     bench.cluster(cluster.url, deadline=0.0)
-    assert len(bench.result.left_out) == 4, "no time, and said so"
+    assert len(bench.result.left_out) == 5, "no time, and said so"
 
     trace = [TraceRequest(0.0, 700, 3, segments=[Span("a", 300), Span("b", 300)], tenant="t") for _ in range(3)]
     replayed, told = (

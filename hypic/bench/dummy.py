@@ -37,6 +37,11 @@ def horizon(environ: Mapping[str, str] = os.environ) -> int:
     return int(environ.get(DUMMY_HORIZON) or 0)
 
 
+def chosen(environ: Mapping[str, str] = os.environ) -> int | None:
+    """The horizon of a benchmark whose engines get `environ`; None if their weights are no dummies."""
+    return horizon(environ) if DUMMY_HORIZON in environ else None
+
+
 def environment(
     argv: Sequence[str], tokens: int | None = None, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:

@@ -143,7 +143,7 @@ def _random_chunks(bench: Bench, linear: LinearShape, tokens: int) -> SolvedChun
     return SolvedChunks(
         torch.nn.functional.normalize(bench.randn(tokens, key_heads(linear), d_k), dim=-1),
         -1e-5 * g.abs(),
-        beta.sigmoid(),
+        beta.sigmoid().to(bench.dtype),
         d_k**-0.5 * bench.randn(tokens, heads, d_k),
         bench.randn(tokens, heads, CHUNK),
     )

@@ -241,7 +241,9 @@ def run(plan: Plan, config: HypicConfig, argv: list[str]) -> Iterator[EngineRun]
     load_plugins()
     parser = argparse.ArgumentParser(prog="hypic bench")
     ServerArgs.add_cli_args(parser)
-    server_args: Any = ServerArgs.from_cli_args(parser.parse_args(argv))
+    flags = parser.parse_args(argv)
+    flags.enable_multimodal = False  # as in the engines that are timed
+    server_args: Any = ServerArgs.from_cli_args(flags)
     model = ModelConfig.from_server_args(server_args)
     layout = read_layout(model, server_args, config.state_dtype)
     heads = model.num_attention_heads // server_args.tp_size

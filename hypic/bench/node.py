@@ -88,7 +88,8 @@ class Node:
         self._cpu = wants_cpu(argv, os.environ)
         _look_around(0 if self._cpu else args.workers)
         os.environ.update(self._config.to_env() | ({CPU_MODE: "1"} if self._cpu else {}))
-        os.environ.update(dummy.environment(argv, environ=os.environ))
+        os.environ.update(inherited := dummy.environment(argv, environ=os.environ))
+        made_to_remember = dummy.chosen(inherited)
         if self._cpu:
             set_environment(os.environ, flag_value(argv, "--dtype"))
         self._args, self.out = args, Path(args.out)
@@ -109,6 +110,7 @@ class Node:
         self.bench = BenchResult(
             command=sys.argv, versions=versions(), machine=machine(), workload=msgspec.to_builtins(work),
             seam_window=self._config.seam_window, selfcheck={}, engines=[], scatter=self.scatter.result,
+            dummy_horizon=made_to_remember,
         )  # fmt: skip
         self._end = time.monotonic() + args.budget
         self.stages: dict[str, Callable[[float], None]] = {

@@ -65,6 +65,8 @@ def _json(part: Any) -> bytes:
 def _summary(found: NodeResult, bench: BenchResult, replay: ReplayResult) -> Iterator[str]:
     took = ", ".join(f"{name} {seconds:.0f}" for name, seconds in found.seconds.items())
     yield f"# {found.workers} workers: {sum(found.seconds.values()):.0f} s of {found.budget:.0f} ({took})\n"
+    if bench.dummy_horizon:
+        yield f"* dummy weights; the linear layers of all servers remember over {bench.dummy_horizon:,} tokens"
     for name, why in found.failed.items():
         lines = why.splitlines()
         yield f"* **{name} failed**: {' ... '.join(dict.fromkeys((lines[0], lines[-1])))}"

@@ -84,6 +84,8 @@ class BenchResult(msgspec.Struct, kw_only=True):
     Attributes:
         versions, machine: of what ran, and where.
         workload: of the ttft and concurrency suites; the seed of all. seam_window: of the hypic engine.
+        dummy_horizon: tokens that dummy weights are made to remember on all engines and servers (`hypic.bench.dummy`); 0: they
+            are as SGLang draws them; None: there are no dummies. What engines found in their parameters is in their settings.
         selfcheck: entries of `hypic selfcheck --json` under the same flags; empty if it was not run.
         fit: coefficients of the scale suite (`hypic.bench.report.fit`), or None.
         artifact_cost: what building and capturing artifacts takes, by the kernels suite, or None. artifact_share: of what hypic's
@@ -96,6 +98,7 @@ class BenchResult(msgspec.Struct, kw_only=True):
     machine: dict[str, str]
     workload: dict[str, int]
     seam_window: int
+    dummy_horizon: int | None = None
     selfcheck: dict[str, Any]
     engines: list[EngineRun]
     fit: dict[str, float] | None = None

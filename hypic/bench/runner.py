@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from hypic.bench import dummy
 from hypic.bench.artifact_cost import artifact_cost
 from hypic.bench.child import RESULT
 from hypic.bench.provenance import machine, versions
@@ -79,6 +80,7 @@ def run_bench(
         machine=machine(),
         workload=msgspec.to_builtins(plan.workload),
         seam_window=plan.seam_window,
+        dummy_horizon=dummy.chosen(inherited or {}),
         selfcheck=checks,
         engines=[],
     )

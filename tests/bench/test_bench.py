@@ -154,6 +154,7 @@ def test_for_real(tiny_model: Any, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [*command, "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "bench.json").read_text())
+    assert result["dummy_horizon"] == 16384
     stock, engine, kernels = result["engines"]
     for run in (stock, engine):
         found = run["settings"]["dummy_decays"]

@@ -76,9 +76,12 @@ def test_a_stage_that_fails_or_hangs_leaves_the_others_their_time(
     assert found.seconds["cluster"] == pytest.approx(had["cluster"] + 0.2, abs=0.3)
     assert list(found.simulated) == ["4 segments, 4000 tokens"]
     summary = (tmp_path / "summary.md").read_text()
+    assert "dummy weights; the linear layers of all servers remember over 16,384 tokens" in summary
+    assert os.environ["HYPIC_DUMMY_HORIZON"] == "16384", "which the servers that it starts inherit"
     assert "**transfers failed**: ValueError: a word ... at the end" in summary
     assert "| 4 equal | stock |" in summary and "94% at worst: 4 equal, 4,000 tokens, lpt, 2 workers | yes |" in summary
     bench = msgspec.json.decode((tmp_path / "bench.json").read_bytes(), type=BenchResult)
+    assert bench.dummy_horizon == 16384
     assert bench.scatter is not None and [r.ideal for r in bench.scatter.runs] == [1000.0, 600.0]
     assert msgspec.json.decode((tmp_path / "costs.json").read_bytes(), type=Costs).tokens_per_s == 5000.0
     assert (tmp_path / "replay.json").exists() and (tmp_path / "scatter.png").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -25,6 +26,8 @@ from tests.traces.test_generate import TRACES
 @pytest.fixture
 def node(tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Node]:
     """A run that is not begun yet; the environment that it sets up is undone."""
+    with contextlib.suppress(ImportError):
+        import matplotlib.pyplot  # noqa: F401 (seconds on a busy machine, and no stage's)
     monkeypatch.setattr(os, "environ", os.environ.copy())
     common = ["--spec", str(TRACES / "tiny.toml"), "--warmup", "8", "--requests", "10", "--segments", "4", "--out"]
 

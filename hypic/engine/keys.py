@@ -50,7 +50,11 @@ def link_namespace(extra_key: str | None, tenant: str, seam_window: int, method:
 
 
 class KeyIdentity(msgspec.Struct, frozen=True):
-    """What all artifacts of one server (and rank) have in common."""
+    """What all artifacts of one server (and rank) have in common.
+
+    Attributes:
+        weights: which updates there were; "" for the weights of the launch.
+    """
 
     fingerprint: str
     dtype: str
@@ -58,7 +62,7 @@ class KeyIdentity(msgspec.Struct, frozen=True):
     tp_size: int
     method: str
     seam_window: int
-    weights_version: int = 0
+    weights: str = ""
 
     @property
     def digest(self) -> bytes:
@@ -70,9 +74,15 @@ class KeyIdentity(msgspec.Struct, frozen=True):
         kind = f"{method.kind}:{method.dummies}x{dummy}" if method.dummies else method.kind
         return msgspec.structs.replace(self, method=kind, seam_window=method.seam_window)
 
-    def next_weights(self) -> KeyIdentity:
-        """Identity after `update_weights*`: nothing compiled before is found again."""
-        return msgspec.structs.replace(self, weights_version=self.weights_version + 1)
+    def next_weights(self, source: str = "", complete: bool = False) -> KeyIdentity:
+        """Identity after `update_weights*`: nothing compiled before is found again.
+
+        Args:
+            source: which files they came from (:func:`checkpoint`); "" if they came from none.
+            complete: nothing of the weights before is left, so servers with another past agree.
+        """
+        before = "" if complete else self.weights
+        return msgspec.structs.replace(self, weights=_digest(before.encode(), source.encode()).hex())
 
 
 def model_fingerprint(model_path: str, hf_config: Any, load_format: str = "auto") -> str:
@@ -87,6 +97,28 @@ def model_fingerprint(model_path: str, hf_config: Any, load_format: str = "auto"
     folder = Path(model_path)
     parts += _files(folder, ".index.json") if folder.is_dir() else [model_path.encode()]
     return _digest(*parts).hex()
+
+
+def checkpoint(path: str) -> str:
+    """What tells the files of a checkpoint from others, without reading weights; the path itself if it is no local folder."""
+    folder = Path(path)
+    return _digest(*_files(folder, ".json")).hex() if folder.is_dir() else path
+
+
+def covers(path: str, launched: str) -> bool:
+    """Whether a checkpoint has every tensor that the one of the launch has, as far as safetensors say."""
+    there, needed = _tensors(Path(path)), _tensors(Path(launched))
+    return bool(needed) and needed <= there
+
+
+def _tensors(folder: Path) -> set[str]:
+    from safetensors import safe_open
+
+    found: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            found.update(tensors.keys())
+    return found
 
 
 def adapter_name(name: str, path: str) -> str:

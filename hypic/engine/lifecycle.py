@@ -374,6 +374,13 @@ def after_new_weights(_: Any, worker: Any, *__: Any, **___: Any) -> None:
         listener()
 
 
+def after_weights_from_disk(result: tuple[bool, str], worker: Any, recv_req: Any) -> None:
+    """One that failed leaves weights that no other server has."""
+    source = recv_req.model_path if result[0] else f"failed: {recv_req.model_path}"
+    for listener in worker.model_runner.hypic.weights_listeners:
+        listener(source)
+
+
 def get_token_ids_logprobs(
     original: Callable[..., Any],
     logprobs: torch.Tensor,

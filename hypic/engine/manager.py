@@ -64,6 +64,8 @@ class LinkManager:
         self.default = next(iter(self.methods.values()))
         self._dummy = dummy_token(scheduler.model_config.hf_text_config)
         self._spawn = spawn
+        self._launched = scheduler.server_args.model_path
+        """The checkpoint; SGLang writes that of an update in its place."""
         self._adapters: dict[str, str] = {}
         """What other workers call an adapter, by SGLang's id; also of those that were unloaded, since registered segments may be
         under them."""
@@ -210,7 +212,7 @@ class LinkManager:
         ident = self.identity.of(self.methods[method or self.default.name], self._dummy)
         return encode_header(
             Header(
-                fingerprint=f"{ident.fingerprint}+{ident.weights_version}",
+                fingerprint=f"{ident.fingerprint}+{ident.weights}",
                 method=ident.method,
                 seam_window=ident.seam_window,
                 adapter=self._adapters.get(adapter, adapter),
@@ -458,9 +460,10 @@ class LinkManager:
         """`/flush_cache`: drop all artifacts."""
         self.store.invalidate()
 
-    def new_weights(self) -> None:
-        """`update_weights*`: drop all artifacts, and never find an older one again."""
-        self.identity = self.identity.next_weights()
+    def new_weights(self, path: str = "") -> None:
+        """`update_weights*`, maybe from a checkpoint: drop all artifacts, and never find an older one again."""
+        source = keys.checkpoint(path) if path else ""
+        self.identity = self.identity.next_weights(source, bool(path) and keys.covers(path, self._launched))
         self.store.invalidate()
         for req in self._waiting.values():
             link = link_of(req)

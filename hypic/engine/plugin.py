@@ -60,7 +60,7 @@ SCHEDULER_HOOKS: tuple[Hook, ...] = (
     Hook(f"{_M}.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output", "around",
          lifecycle.stream_output, "compile requests have no client; the first token of a linked one is there",
          ("self", "reqs", "return_logprob", "skip_req")),
-    Hook(f"{_WORKER}.update_weights_from_disk", "after", lifecycle.after_new_weights, _WEIGHTS, ("self",)),
+    Hook(f"{_WORKER}.update_weights_from_disk", "after", lifecycle.after_weights_from_disk, _WEIGHTS, ("self", "recv_req")),
     Hook(f"{_WORKER}.update_weights_from_distributed", "after", lifecycle.after_new_weights, _WEIGHTS, ("self",)),
     Hook(f"{_WORKER}.update_weights_from_tensor", "after", lifecycle.after_new_weights, _WEIGHTS, ("self",)),
     Hook(f"{_WORKER}.update_weights_from_ipc", "after", lifecycle.after_new_weights, _WEIGHTS, ("self",)),

@@ -16,6 +16,11 @@ from hypic.router.costs import Costs
 from hypic.router.health import Deadlines, Liveness
 from hypic.router.schedule import Cluster, Flight, Placement, Policy, Segment, Worker, place
 
+OTHER = (
+    "another model, dtype, TP size, seam window or weights. If the others were given weights since their launch, "
+    "give this worker the same ones: POST the same /update_weights* to its own address"
+)
+"""Why a worker with another identity is refused."""
 TRIES = 2
 """Workers that are told to compile a segment before it is left to the combine worker."""
 
@@ -207,7 +212,7 @@ class Coordinator:
         self.identity = self.identity or hello.identity
         if hello.identity != self.identity:
             self.counts["other_identity"] += 1
-            return [Send(peer, m.Refused(reason="another model, dtype, TP size, seam window or weights"))]
+            return [Send(peer, m.Refused(reason=OTHER))]
         if before is not None and before.hello.epoch != hello.epoch:
             self.counts["stranger"] += 1
             reason = f"the name {hello.worker} is in use; it is free once its owner is silent"

@@ -20,7 +20,7 @@ from hypic.router.schedule import Policy
 from hypic.router.timeline import Recorder, Timeline
 from hypic.router.transport.security import Curve
 
-Reachable = Callable[[str], Awaitable[bool]]
+Reachable = Callable[[m.Hello], Awaitable[bool]]
 """Whether a worker's HTTP server answers at this address."""
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Router:
     Args:
         costs: what is reckoned with until it is measured.
         address: of the control socket.
-        reachable: a worker counts as alive only once this holds for its HTTP address; None takes its word.
+        reachable: a worker counts as alive only once this holds of what it says; None takes its word.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class Router:
         assert self.reachable is not None
         while True:
             try:
-                if await self.reachable(self._probes[worker][1].http):
+                if await self.reachable(self._probes[worker][1]):
                     break
             except Exception:
                 logger.exception("worker %s is not asked for anything yet", worker)

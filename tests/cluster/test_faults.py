@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import threading
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 import httpx
 import zmq
+from safetensors.torch import load_file, save_file
 
 from hypic.router import messages as m
 from tests.cases.driving import Writer
@@ -207,22 +209,33 @@ def test_workers_and_the_router_die(cluster: Cluster, names: Names, write: Write
 
 
 def test_new_weights_are_those_of_all_workers(
-    cluster: Cluster, names: Names, write: Writer, tiny_model: Callable[[str], Path]
+    cluster: Cluster, names: Names, write: Writer, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """All of them leave, and come back as another model that holds nothing; names stay. The last test: from here on a worker that
-    is started again is another model, as it has the weights of its launch."""
+    """All of them leave, and come back as another model that holds nothing; names stay. A worker that is started again is given
+    the same weights before it serves."""
     asked = generate(long_prompt(write, n=2, length=128))
     (kept,) = names.register(write.tokens(80), pin=True)
     first = cluster.ask(GENERATE, asked)
-    done = cluster.ask("/update_weights_from_disk", {"model_path": str(tiny_model("qwen35"))})
+    folder = shutil.copytree(tiny_model("qwen35"), tmp_path / "other")
+    (file,) = folder.glob("*.safetensors")
+    weights = {name: 0.5 * w if name.endswith("norm.weight") else w for name, w in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+    done = cluster.ask("/update_weights_from_disk", {"model_path": str(folder)})
     assert done["success"], done
     cluster.wait(cluster.all_alive, "back with new weights")
     assert not any(w["artifacts"] for w in cluster.workers().values())
     again = cluster.ask(GENERATE, asked)
     assert {s["outcome"] for s in segments(again["meta_info"])} <= {"compiled", "received"}
-    same_answer(first, again)
+    assert again["output_ids"] != first["output_ids"]
     found = names.get(kept["id"])
     assert (found["status"], found["pinned"]) == ("absent", True)
     used = {"input_ids": write.tokens(9), "extra_key": names.tenant, "sampling_params": native()}
     cluster.ask(GENERATE, {**used, "hypic": {"insert": [[4, kept["id"]]]}})
     assert names.get(kept["id"])["status"] == "ready" and pinned(cluster)
+    restarts = cluster.workers()["w1"]["restarts"]
+    cluster.signal("w1", signal.SIGKILL)
+    cluster.wait(lambda: cluster.workers()["w1"]["restarts"] > restarts and cluster.all_alive(), "back", RESTART)
+    same_answer(again, cluster.worker("w1").ask(GENERATE, asked))
+    assert cluster.ask("/update_weights_from_disk", {"model_path": str(tiny_model("qwen35"))})["success"]
+    cluster.wait(cluster.all_alive, "back with those of the launch")
+    same_answer(first, cluster.ask(GENERATE, asked))

@@ -184,8 +184,8 @@ def test_requests_of_one_kind_spread_over_idle_workers(folder: Path) -> None:
 def test_a_worker_counts_once_its_http_server_answers(folder: Path) -> None:
     up: set[str] = set()
 
-    async def reachable(http: str) -> bool:
-        return http in up
+    async def reachable(hello: m.Hello) -> bool:
+        return hello.http in up
 
     async def main() -> None:
         async with cluster(folder, reachable=reachable) as (router, (w0, w1)):

@@ -12,10 +12,21 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
-from hypic.engine.keys import METHOD, KeyIdentity, adapter_name, artifact_key, link_namespace, model_fingerprint
+from hypic.engine.keys import (
+    METHOD,
+    KeyIdentity,
+    adapter_name,
+    artifact_key,
+    checkpoint,
+    covers,
+    link_namespace,
+    model_fingerprint,
+)
 from hypic.method import parse_methods
 
 IDENTITY = KeyIdentity(fingerprint="f", dtype="bfloat16", tp_rank=0, tp_size=2, method=METHOD, seam_window=8)
@@ -30,7 +41,7 @@ inputs = st.tuples(
         tp_size=st.integers(1, 2),
         method=st.sampled_from([METHOD, "dummy"]),
         seam_window=st.sampled_from([8, 16]),
-        weights_version=st.integers(0, 1),
+        weights=st.sampled_from(["", "x"]),
     ),
     st.sampled_from(["", "a", "ab", "b", "bc"]),
     st.sampled_from(["", "a", "b", "c", "bc"]),
@@ -45,7 +56,7 @@ def test_keys_are_equal_only_where_everything_but_the_rank_is(a: Any, b: Any) ->
     assert (one == two) == (a == b)
 
 
-@pytest.mark.parametrize("field", ["fingerprint", "dtype", "tp_size", "method", "seam_window"])
+@pytest.mark.parametrize("field", ["fingerprint", "dtype", "tp_size", "method", "seam_window", "weights"])
 def test_each_field_of_the_identity_counts(field: str) -> None:
     value = getattr(IDENTITY, field)
     other = msgspec.structs.replace(IDENTITY, **{field: value + 1 if isinstance(value, int) else value + "x"})
@@ -58,6 +69,31 @@ def test_new_weights_never_bring_back_an_old_key() -> None:
         seen.add(artifact_key(identity.digest, "", "", TOKENS))
         identity = identity.next_weights()
     assert len(seen) == 50
+
+
+def test_servers_with_another_past_agree_once_they_have_all_their_weights_from_the_same_files() -> None:
+    once, twice = IDENTITY.next_weights("a"), IDENTITY.next_weights("b").next_weights("a")
+    assert once != twice, "some of b's weights may be left"
+    assert IDENTITY.next_weights("a", True) == twice.next_weights("a", True) != IDENTITY
+    assert once.next_weights("a", True) != once.next_weights("c", True) != once.next_weights("c")
+
+
+def test_a_checkpoint_covers_another_if_it_has_all_of_its_tensors(tmp_path: Path) -> None:
+    a, b, c = (torch.zeros(1) for _ in range(3))
+    found = {}
+    for name, tensors in (
+        ("all", {"a": a, "b": b}),
+        ("part", {"a": a}),
+        ("more", {"a": a, "b": b, "c": c}),
+        ("none", {}),
+    ):
+        (folder := tmp_path / name).mkdir()
+        if tensors:
+            save_file(tensors, folder / "model.safetensors")
+        found[name] = str(folder)
+    assert [covers(found[name], found["all"]) for name in found] == [True, False, True, False]
+    assert not covers(found["all"], found["none"]), "dummy weights: nobody knows what there was"
+    assert len({checkpoint(path) for path in found.values()}) == 4 and checkpoint("hub/model") == "hub/model"
 
 
 def test_parts_that_join_to_the_same_bytes_have_other_keys() -> None:

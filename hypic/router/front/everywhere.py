@@ -12,11 +12,14 @@ from typing import Any
 from sglang.srt.managers.io_struct import FlushCacheReqOutput, LoadLoRAAdapterReqInput, LoRAUpdateOutput
 
 from hypic.engine.keys import adapter_name
+from hypic.router import messages as m
 from hypic.router.front.segments import RoutedSegments
 from hypic.router.front.workers import Workers
 from hypic.router.service import Router
 
 logger = logging.getLogger(__name__)
+
+UPDATE = "/update_weights_from_disk"
 
 
 class Everywhere:
@@ -29,6 +32,12 @@ class Everywhere:
     hypic_segments: RoutedSegments
     _adapter_names: dict[str, str]
     """By SGLang's id in this process."""
+    _update: dict[str, Any] | None = None
+    """The last update of weights from disk that all workers took: one that is started again has the weights of its launch."""
+    _launched: bytes = b""
+    """The identity of those, before the first update."""
+    _renewed: dict[bytes, bool]
+    """Runs of workers that were given the update, once each, and whether they took it."""
 
     def alive(self) -> Mapping[str, str]:
         """HTTP addresses of the workers by name."""
@@ -86,10 +95,21 @@ class Everywhere:
                     logger.warning("the worker at %s did not load adapter %s: %s", http, name, answer)
         return set(later)
 
-    async def reachable(self, http: str) -> bool:
-        """Whether a worker answers; then it has loaded all adapters, and knows the names of all segments."""
+    async def reachable(self, hello: m.Hello) -> bool:
+        """Whether a worker answers; then it has the cluster's weights and adapters, and knows the names of all segments."""
+        http = hello.http
         if not await self.workers.answers(http):
             return False
+        if self._update is not None and hello.identity == self._launched:
+            if hello.epoch not in self._renewed:
+                status, answer = (await self.workers.ask_all({"": http}, "POST", UPDATE, self._update))[""]
+                self._renewed[hello.epoch] = status == 200
+                if status != 200:
+                    logger.error(
+                        "worker %s did not take the cluster's weights, and is refused: %s", hello.worker, answer
+                    )
+            if self._renewed[hello.epoch]:
+                return False  # it introduces itself anew, as what it is now
         loaded = None
         while loaded != (now := await self._load_adapters(http)):
             loaded = now
@@ -109,7 +129,14 @@ class Everywhere:
     async def update_weights_from_disk(self, obj: Any, request: Any = None) -> tuple[bool, str, int | None]:
         fields = ("model_path", "load_format", "abort_all_requests", "weight_version", "flush_cache")
         body = {f: v for f in fields if (v := getattr(obj, f, None)) is not None}
-        failed = _failures(await self._ask("POST", "/update_weights_from_disk", body))
+        before = self.router.coordinator.identity
+        answers = await self._ask("POST", UPDATE, body)
+        hellos = self.router.coordinator.hellos()
+        late = {name: h.http for name, h in hellos.items() if h.identity == before and name not in answers}
+        if late:  # started again meanwhile
+            answers |= await self.workers.ask_all(late, "POST", UPDATE, body)
+        if not (failed := _failures(answers)):
+            self._launched, self._update = self._launched or before, body
         return not failed, failed or "Succeeded to update model weights on all workers.", None
 
     async def start_profile(self, req: Any = None) -> None:

@@ -73,7 +73,7 @@ class RouterManager(Everywhere, TokenizerManager):
         self.unshared: Counter[str] = Counter()
         """Prompts whose segments are compiled where they are linked, by reason."""
         self.retries = 0
-        self._adapter_names = {}
+        self._adapter_names, self._renewed = {}, {}
         from hypic.router.front.metrics import RouterMetrics
 
         # Workers are forked from a process that has imported this module, and they say where metrics are shared between

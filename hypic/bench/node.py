@@ -112,7 +112,7 @@ class Node:
             seam_window=self._config.seam_window, selfcheck={}, engines=[], scatter=self.scatter.result,
             dummy_horizon=made_to_remember,
         )  # fmt: skip
-        self._end = time.monotonic() + args.budget
+        self._end = 0.0
         self.stages: dict[str, Callable[[float], None]] = {
             "transfers": self._transfers,
             "cluster": self._cluster,
@@ -124,6 +124,7 @@ class Node:
     def run(self) -> None:
         """The stages, as far as the budget goes."""
         self.out.mkdir(parents=True, exist_ok=True)
+        self._end = time.monotonic() + self._args.budget
         for name in self._args.stages:
             began = time.monotonic()
             seconds = self._share(name)

@@ -4,7 +4,7 @@ A frame is ``b"hyp"``, one byte of protocol version, then one msgpack array: the
 else is ever read from a wire, and nothing is ever unpickled. :class:`Inbox` turns frames into messages; what it cannot
 read it counts under a name from :data:`REJECTIONS` and drops.
 
-``python -m hypic.router.messages`` prints the tables of docs/ROUTER.md.
+``python -m hypic.router.messages`` prints the tables of docs/PROTOCOL.md.
 """
 
 from __future__ import annotations
@@ -470,7 +470,7 @@ class Inbox:
 
 
 def tables() -> str:
-    """The tables of kinds and of rejections, as docs/ROUTER.md has them."""
+    """The tables of kinds and of rejections, as docs/PROTOCOL.md has them."""
     lines = ["| kind | message | route | at most | fields | meaning |", "| --- | --- | --- | --- | --- | --- |"]
     for tag, kind in sorted(KINDS.items()):
         fields = ", ".join(f"`{name}`" for name in kind.__struct_fields__) or "none"

@@ -150,6 +150,6 @@ def test_a_message_that_nobody_would_read_is_not_sent() -> None:
 
 
 def test_the_tables_of_the_page_are_those_of_the_code() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "ROUTER.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs" / "PROTOCOL.md").read_text()
     begin, end = "<!-- python -m hypic.router.messages -->\n", "\n<!-- end -->"
     assert page.split(begin)[1].split(end)[0] == m.tables()

@@ -12,6 +12,7 @@ in place, with hypic off, too.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,8 @@ from torch import Tensor
 from hypic.commands.serve import flag_value
 from hypic.engine.families import family_of_config
 from hypic.engine.hook import Hook, HookTable
+
+logger = logging.getLogger(__name__)
 
 DUMMY_HORIZON = "HYPIC_DUMMY_HORIZON"
 """Tokens; set by benchmarks. Read elsewhere than hypic.config, since it is no setting of a server."""
@@ -67,7 +70,8 @@ def environment(
 def set_decays(A_log: Tensor, dt_bias: Tensor, tokens: int) -> None:
     """Give the heads of a layer decays from slow to fast: g = -exp(A_log) softplus(a + dt_bias), with a near 0."""
     dt_bias.zero_()
-    over_horizon = torch.logspace(math.log10(SLOWEST), math.log10(FASTEST), len(A_log), device=A_log.device)
+    ends = math.log10(SLOWEST), math.log10(FASTEST)
+    over_horizon = torch.logspace(*ends, len(A_log), dtype=torch.float32, device=A_log.device)
     A_log.copy_((over_horizon / tokens / math.log(2)).log())
 
 
@@ -86,9 +90,11 @@ def _layers(model: Any, model_config: Any) -> list[Any]:
 
 def after_dummy_load(model: Any, _: Any, *, model_config: Any, **__: Any) -> None:
     """After DummyModelLoader.load_model."""
-    for layer in _layers(model, model_config):
+    layers = _layers(model, model_config)
+    for layer in layers:
         A_log, dt_bias = layer.gates
         set_decays(A_log, dt_bias, horizon())
+    logger.info("hypic: dummy weights of %d linear layers remember over %d tokens", len(layers), horizon())
 
 
 def after_init_info(info: dict[str, Any], scheduler: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,8 @@ H100_MIB, H100_FREE_MIB = 81_559, 81_000
 """What nvidia-smi says of an H100 of 80 GB, and what is free there before anything runs."""
 RAISED = ["--mem-fraction-static", "0.92"]
 MIB = 1 << 20
+_FATAL = "Unsupported|ValueError|OutOfMemoryError|RuntimeError|AssertionError"
+"""Errors whose text says why a server ended."""
 
 
 class Case(msgspec.Struct, kw_only=True):
@@ -42,7 +45,7 @@ class Case(msgspec.Struct, kw_only=True):
 
     Attributes:
         total_mib: of the GPU, as SGLang is to see it; None is all there is. flags: on top of those given.
-        plan: `hypic doctor --json` of the model, under the same limit. refused: why the server did not come up.
+        plan: `hypic doctor --json` of the model, under the same limit. failed: why the server did not come up or answer.
         arena_bytes, kv_tokens: of the server; fit: segments of the workload that its arena holds, by the doctor's bytes of one.
         cold, warm: cached tokens of the prompt. log: where the server's is.
     """
@@ -51,7 +54,7 @@ class Case(msgspec.Struct, kw_only=True):
     total_mib: int | None
     flags: list[str]
     plan: dict[str, Any] = {}
-    refused: str = ""
+    failed: str = ""
     arena_bytes: int = 0
     kv_tokens: int = 0
     fit: int = 0
@@ -60,53 +63,50 @@ class Case(msgspec.Struct, kw_only=True):
     log: str = ""
 
 
-def cases(cpu: bool) -> list[Case]:
-    whole = Case(name="whole GPU", total_mib=None, flags=[])
+def cases(cpu: bool) -> dict[str, Case]:
+    """By the name that --cases has."""
+    found = {"whole": Case(name="whole GPU", total_mib=None, flags=[])}
     if cpu:
-        return [whole]
-    small = [
-        Case(name="80 GB", total_mib=H100_MIB, flags=[]),
-        Case(name=f"80 GB, {' '.join(RAISED)}", total_mib=H100_MIB, flags=RAISED),
-    ]
-    return [whole, *small]
+        return found
+    raised = Case(name=f"80 GB, {' '.join(RAISED)}", total_mib=H100_MIB, flags=RAISED)
+    return found | {"80gb": Case(name="80 GB", total_mib=H100_MIB, flags=[]), "80gb-raised": raised}
 
 
-def run(case: Case, argv: list[str], work: Workload, out: Path) -> None:
-    """Fill in the case."""
+def run(case: Case, argv: list[str], work: Workload, log: Path) -> None:
+    """Fill in the case; the server's log goes to `log`."""
     flags = [*argv, *case.flags]
-    log = out / f"{re.sub(r'[^a-z0-9]+', '-', case.name.lower())}.log"
     case.log = str(log)
     with limited(case.total_mib):
         case.plan = doctor(flags)
-        command = [sys.executable, "-m", "hypic", "serve", *flags, "--host", "127.0.0.1", "--enable-metrics"]
+        command = [sys.executable, "-m", "hypic", "serve", *flags, "--host", "127.0.0.1"]
         try:
             with running([*command, "--port", str(port := free_port())], port, log) as server:
                 server.wait_until_ready()
-                ask_all(case, f"http://127.0.0.1:{port}", flags, work)
-        except ServerError as e:
-            reasons = re.findall(
-                r"^.*(?:Unsupported|ValueError|OutOfMemoryError|RuntimeError): .*$", log.read_text(), re.M
-            )
-            case.refused = reasons[0].strip() if reasons else str(e)
+                case.arena_bytes = arena_bytes(log.read_text())
+                ask_all(case, f"http://127.0.0.1:{port}", flags[0], work)
+        except urllib.error.HTTPError as e:
+            case.failed = f"the server answered {e.code}: {e.read()[:500].decode(errors='replace')}"
+        except (ServerError, OSError, ValueError) as e:
+            reasons = re.findall(f"^.*(?:{_FATAL}): .*$", log.read_text(), re.M)
+            case.failed = f"the server did not serve: {reasons[0].strip() if reasons else e}"
 
 
-def ask_all(case: Case, url: str, flags: list[str], work: Workload) -> None:
+def ask_all(case: Case, url: str, model: str, work: Workload) -> None:
     """A prompt whose segments are all new, then they again in another order, and what the server says of itself."""
-    prompts = Prompts(work, model_facts(Path(flags[0]))[0])
+    sizes = {s["tokens"]: s["bytes"] for s in case.plan.get("segments", [])}
+    if (one := sizes.get(work.segment_tokens)) is not None:
+        case.fit = case.arena_bytes // one
+    case.kv_tokens = (get_json(f"{url}/server_info", timeout=60) or {}).get("max_total_num_tokens", 0)
+    prompts = Prompts(work, model_facts(Path(model))[0])
     documents = prompts.documents()
     case.cold = _cached(url, prompts.prompt(documents))
     case.warm = _cached(url, prompts.prompt(prompts.shuffled(documents)))
-    case.kv_tokens = (get_json(f"{url}/server_info", timeout=60) or {}).get("max_total_num_tokens", 0)
-    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
-        case.arena_bytes = arena_bytes(response.read().decode())
-    sizes = {s["tokens"]: s["bytes"] for s in case.plan["segments"]} if case.plan.get("segments") else {}
-    if (one := sizes.get(work.segment_tokens)) is not None:
-        case.fit = case.arena_bytes // one
 
 
-def arena_bytes(metrics: str) -> int:
-    """Used and free, by the server's metrics."""
-    return int(sum(float(x) for x in re.findall(r"^hypic:arena_bytes\{[^}]*\} (\S+)$", metrics, re.M)))
+def arena_bytes(log: str) -> int:
+    """As the server says when it takes it; metrics would need a package more."""
+    found = re.search(r"hypic: artifact arena of ([0-9.]+) MiB", log)
+    return int(float(found[1]) * MIB) if found else 0
 
 
 def _cached(url: str, prompt: tuple[list[int], list[list[int]]]) -> int:
@@ -170,10 +170,12 @@ def table(found: Sequence[Case], work: Workload) -> Iterator[str]:
         plan = case.plan
         fits = next((s["fit"] for s in plan.get("segments", []) if s["tokens"] == work.segment_tokens), "")
         planned = f"{plan['arena_bytes'] / MIB:,.0f}" if plan.get("arena_bytes") else ""
-        cells = [planned, "", fits, "", "", "", ""]
-        if not case.refused:
-            server = f"{case.arena_bytes / MIB:,.0f}"
-            cells = [planned, server, fits, case.fit, f"{case.kv_tokens:,}", case.cold, case.warm]
+        server = (
+            [f"{case.arena_bytes / MIB:,.0f}", fits, case.fit, f"{case.kv_tokens:,}"]
+            if case.kv_tokens
+            else ["", fits, "", ""]
+        )
+        cells = [planned, *server, *("" if n is None else n for n in (case.cold, case.warm))]
         yield f"| {case.name} | " + " | ".join(str(c) for c in cells) + " |"
     yield ""
     for case in found:
@@ -181,8 +183,8 @@ def table(found: Sequence[Case], work: Workload) -> Iterator[str]:
             yield f"* {case.name}: {case.plan['arena_source']}"
         for problem in case.plan.get("problems", []):
             yield f"* {case.name}, hypic doctor: {problem}"
-        if case.refused:
-            yield f"* {case.name}: the server did not start: {case.refused}"
+        if case.failed:
+            yield f"* {case.name}: {case.failed}"
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -193,16 +195,22 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--segment-tokens", type=int, default=2048, help="of those that `hypic doctor` knows: 512, 2048, 8192"
     )
+    parser.add_argument("--cases", default="", help="of whole, 80gb and 80gb-raised; all by default")
     told, flags = parser.parse_known_args(args)
     out, work = Path(told.out), Workload(segments=told.segments, segment_tokens=told.segment_tokens)
     out.mkdir(parents=True, exist_ok=True)
-    found = cases(flag_value(flags, "--device") == "cpu")
-    for i, case in enumerate(found):
-        print(f"{case.name} ...", file=sys.stderr, flush=True)
-        run(case, [told.model, *flags], work, out)
-        text = "\n".join(table(found[: i + 1], work)) + "\n"
+    known = cases(flag_value(flags, "--device") == "cpu")
+    names = told.cases.split(",") if told.cases else list(known)
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"--cases {unknown[0]}: known are {', '.join(known)}")
+    found: list[Case] = []
+    for name in names:
+        print(f"{known[name].name} ...", file=sys.stderr, flush=True)
+        run(known[name], [told.model, *flags], work, out / f"{name}.log")
+        found.append(known[name])
+        text = "\n".join(table(found, work)) + "\n"
         (out / "memory.md").write_text(text)
-        (out / "memory.json").write_bytes(msgspec.json.format(msgspec.json.encode(found[: i + 1]), indent=1) + b"\n")
+        (out / "memory.json").write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
     print(text)
     return 0
 

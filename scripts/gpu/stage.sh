@@ -9,7 +9,8 @@
 #   scatter cold prompts on 1 to N workers behind a router, one GPU each: 32k and 100k, equal and uneven, LPT and round robin, and stock
 #           SGLang on one GPU and with TP=N; before that, artifacts between the GPUs alone (WORKERS, by default 1,2; TP, by default 2)
 #   memory  what hypic doctor plans beside what the server has, by default memory flags: on the whole GPU, and as if it had 80 GB (a process
-#           holds the rest) with the same flags and with --mem-fraction-static 0.92; each answers a linked prompt of 32k tokens
+#           holds the rest) with the same flags and with --mem-fraction-static 0.92; each answers a linked prompt of 32k tokens (CASES, by
+#           default whole,80gb,80gb-raised)
 #   replay  the highest rate of a RAG trace under an SLO of 1 s TTFT
 #
 # Usage: scripts/gpu/stage.sh STAGE MODEL_DIR OUT_DIR [extra SGLang flags]
@@ -56,9 +57,9 @@ case $stage in
     bench | tee "$out/scatter.log"
     ;;
   memory)
-    python3 -m hypic.bench.memory "$model" --out "$out" --load-format dummy --skip-tokenizer-init --dtype bfloat16 \
-      --attention-backend flashinfer --sampling-backend pytorch --grammar-backend none --cuda-graph-backend-prefill breakable \
-      --disable-flashinfer-autotune --random-seed 1 "$@" 2>&1 | quiet | tee "$out/memory.log"
+    python3 -m hypic.bench.memory "$model" --out "$out" --cases "${CASES:-whole,80gb,80gb-raised}" --load-format dummy \
+      --skip-tokenizer-init --dtype bfloat16 --attention-backend flashinfer --sampling-backend pytorch --grammar-backend none \
+      --cuda-graph-backend-prefill breakable --disable-flashinfer-autotune --random-seed 1 "$@" 2>&1 | quiet | tee "$out/memory.log"
     ;;
   replay)
     # One engine in a call: ENGINES=hypic, then prefix, then none; the second and third go on in OUT_DIR.

@@ -27,17 +27,15 @@ def test_sglang_reads_the_smaller_total(tmp_path: Path, monkeypatch: pytest.Monk
     assert os.popen("nvidia-smi --query-gpu=name").read() == "143771\n", "all else is the real one's to answer"
 
 
-def test_the_arena_is_what_is_used_and_what_is_free() -> None:
-    metrics = (
-        'hypic:arena_bytes{model_name="m",state="used",tp_rank="0"} 4096.0\n'
-        'hypic:arena_bytes{model_name="m",state="free",tp_rank="0"} 1.0e+06\n'
-        'hypic:pinned_bytes{model_name="m"} 7.0\n# HELP hypic:arena_bytes Arena bytes by state\n'
-    )
-    assert arena_bytes(metrics) == 1_004_096
+def test_the_arena_is_what_the_server_says() -> None:
+    assert arena_bytes("x\n[2026-11-30 17:29:45] hypic: artifact arena of 1024.5 MiB on cuda\n") == 2049 << 19
+    assert arena_bytes("nothing") == 0
 
 
 def test_plan_and_server_stand_side_by_side() -> None:
-    assert [c.total_mib for c in cases(cpu=False)] == [None, H100_MIB, H100_MIB] and len(cases(cpu=True)) == 1
+    assert [c.total_mib for c in cases(cpu=False).values()] == [None, H100_MIB, H100_MIB] and list(cases(cpu=True)) == [
+        "whole"
+    ]
     plan = {
         "arena_bytes": 15 << 30,
         "arena_source": "an estimate",
@@ -55,7 +53,11 @@ def test_plan_and_server_stand_side_by_side() -> None:
         warm=3,
     )
     small = Case(
-        name="80 GB", total_mib=H100_MIB, flags=[], plan={"problems": ["too small"]}, refused="Unsupported: too small"
+        name="80 GB",
+        total_mib=H100_MIB,
+        flags=[],
+        plan={"problems": ["too small"]},
+        failed="no server: too small",
     )
     lines = list(table([well, small], Workload()))
     assert (
@@ -63,4 +65,4 @@ def test_plan_and_server_stand_side_by_side() -> None:
         and "| 80 GB |  |  |  |  |  |  |  |" in lines
     )
     assert "* 80 GB, hypic doctor: too small" in lines
-    assert lines[-1] == "* 80 GB: the server did not start: Unsupported: too small"
+    assert lines[-1] == "* 80 GB: no server: too small"

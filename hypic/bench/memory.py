@@ -36,7 +36,7 @@ H100_MIB, H100_FREE_MIB = 81_559, 81_000
 """What nvidia-smi says of an H100 of 80 GB, and what is free there before anything runs."""
 RAISED = ["--mem-fraction-static", "0.92"]
 MIB = 1 << 20
-_FATAL = "Unsupported|ValueError|OutOfMemoryError|RuntimeError|AssertionError"
+_FATAL = "hypic serve|Unsupported|ValueError|OutOfMemoryError|RuntimeError|AssertionError"
 """Errors whose text says why a server ended."""
 
 

@@ -65,7 +65,7 @@ COVERAGE = (
     Covered("llama", "LlamaForCausalLM", "Llama 2, 3", None, "RoPE", ALL),
     Covered("qwen3", "Qwen3ForCausalLM", "Qwen3", None, "RoPE", ()),
 )  # fmt: skip
-"""Every architecture of a reduced model; variants of one (``qwen35_dk``) have no row of their own."""
+"""Every architecture of a reduced model; variants of one (``qwen35_dk``, ``kimi_dense``) have no row of their own."""
 
 
 class Refused(NamedTuple):

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     from hypic.check.selfcheck import Plan
 
 
+_TAIL_LINES = 40
+"""How much of an engine's log is shown when it dies: more than the traceback of its error has."""
+
+
 def selfcheck(
     args: Annotated[
         list[str] | None, typer.Argument(metavar="[MODEL] [SGLANG FLAGS]", help="A model; default: three tiny ones.")
@@ -38,6 +43,7 @@ def selfcheck(
     workers: Annotated[
         int, typer.Option(min=0, help="Check P3 and P4 on so many workers behind a router, and nothing else.")
     ] = 0,
+    log: Annotated[Path | None, typer.Option(help="Keep what the engines print in this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Run the checks P1 to P6 on MODEL and exit with 1 if one fails.
@@ -57,6 +63,8 @@ def selfcheck(
         )
     if soak < 1:
         raise typer.BadParameter(f"--soak {soak}: at least 1")
+    if log is not None and (log.is_dir() or not log.parent.is_dir()):
+        raise typer.BadParameter(f"--log {log}: not a file in a folder that is there")
     try:
         rest, config = take_hypic_flags(args or [], from_env())
         argv = sglang_argv(rest)
@@ -69,7 +77,7 @@ def selfcheck(
     from hypic.check.selfcheck import Plan
 
     if workers:
-        _check_workers(argv, config, workers, seed, as_json)
+        _check_workers(argv, config, workers, seed, log, as_json)
         return
     try:
         flags = server_fields(argv)
@@ -77,12 +85,12 @@ def selfcheck(
         raise typer.BadParameter(str(e)) from None
     path = flags.pop("model_path", None)
     plan = Plan(checks=wanted, seed=seed, soak=soak, config=config, flags=flags)
-    with engine_output() as (terminal, log):
-        results = _run(path, plan, Console(file=terminal))
-    _finish(results, log, as_json)
+    with engine_output(log) as (terminal, printed):
+        results = _run(path, plan, Console(file=terminal), printed)
+    _finish(results, printed, log is not None, as_json)
 
 
-def _finish(results: list[CheckResult], log: Path, as_json: bool) -> None:
+def _finish(results: list[CheckResult], log: Path, keep: bool, as_json: bool) -> None:
     """Print what was found; exit with 1 if a check failed."""
     failed = not any(r.passed for r in results) or any(r.status == "failed" for r in results)
     if as_json:
@@ -93,10 +101,13 @@ def _finish(results: list[CheckResult], log: Path, as_json: bool) -> None:
     if failed:
         typer.echo(f"What the engines printed: {log}", err=True)
         raise typer.Exit(1)
-    log.unlink()
+    if not keep:
+        log.unlink()
 
 
-def _check_workers(argv: list[str], config: HypicConfig, workers: int, seed: int, as_json: bool) -> None:
+def _check_workers(
+    argv: list[str], config: HypicConfig, workers: int, seed: int, log: Path | None, as_json: bool
+) -> None:
     from hypic.check.selfcheck import default_models
     from hypic.check.workers import check_workers
 
@@ -105,7 +116,7 @@ def _check_workers(argv: list[str], config: HypicConfig, workers: int, seed: int
     if path is not None:
         at = rest.index("--model-path")
         del rest[at : at + 2]
-    with engine_output() as (terminal, log):
+    with engine_output(log) as (terminal, printed):
         console, results = Console(file=terminal), []
         with console.status("starting") as status:
             for name, model in [(path, Path(path))] if path else default_models():
@@ -118,11 +129,11 @@ def _check_workers(argv: list[str], config: HypicConfig, workers: int, seed: int
                     console.print(
                         f"{result.status:8}{name} {result.name} {result.detail}", highlight=False, markup=False
                     )
-    _finish(results, log, as_json)
+    _finish(results, printed, log is not None, as_json)
 
 
-def _run(path: str | None, plan: Plan, console: Console) -> list[CheckResult]:
-    """Results on the model at `path`, or on the tiny ones; each is told as it is there."""
+def _run(path: str | None, plan: Plan, console: Console, log: Path) -> list[CheckResult]:
+    """Results on the model at `path`, or on the tiny ones; each is told as it is there, and why an engine died."""
     from hypic.check.selfcheck import check_model, default_models
 
     results: list[CheckResult] = []
@@ -139,17 +150,32 @@ def _run(path: str | None, plan: Plan, console: Console) -> list[CheckResult]:
                 results.append(result)
                 detail = f"as {told.name}" if told else result.detail
                 console.print(f"{result.status:8}{name} {result.name} {detail}", highlight=False, markup=False)
+                if not told and result.status == "failed" and result.worst_error is None:
+                    console.print(f"The last lines of {log}:", highlight=False, markup=False, soft_wrap=True)
+                    for line in last_lines(log):
+                        console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
     return results
 
 
+def last_lines(log: Path, count: int = _TAIL_LINES) -> list[str]:
+    """The last lines of a log that say something; of a progress bar, its last state."""
+    lines = (line.rstrip().rpartition("\r")[2] for line in log.read_text("utf-8", "replace").split("\n"))
+    return list(deque((line for line in lines if line.strip()), maxlen=count))
+
+
 @contextmanager
-def engine_output() -> Iterator[tuple[TextIO, Path]]:
+def engine_output(log: Path | None) -> Iterator[tuple[TextIO, Path]]:
     """Everything that this process and those it starts print goes to a file: standard output is for the result alone.
 
+    Args:
+        log: the file, None: a new one.
     Yields:
         What was standard error, and the file.
     """
-    handle, name = tempfile.mkstemp(prefix="hypic-selfcheck-", suffix=".log")
+    if log is None:
+        handle, name = tempfile.mkstemp(prefix="hypic-selfcheck-", suffix=".log")
+    else:
+        handle, name = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), str(log)
     saved = os.dup(1), os.dup(2)
     terminal = os.fdopen(os.dup(2), "w")
     try:

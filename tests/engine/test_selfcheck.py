@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from hypic.check import selfcheck
@@ -18,10 +17,9 @@ from hypic.check.coverage import COVERAGE, Covered
 from hypic.check.result import CheckResult
 from hypic.check.selfcheck import CHECKS, Plan, check_model
 from hypic.check.session import Session, SessionError
-from hypic.check.tiny_models import kda
-from hypic.check.tiny_models.weights import randomise
-from hypic.check.tiny_tokenizer import write_tokenizer
+from hypic.check.tiny_models import IN_16_BITS
 from hypic.cli import app
+from hypic.commands.selfcheck import last_lines
 from hypic.config import HypicConfig
 
 FLAGS: dict[str, dict[str, Any]] = {
@@ -71,15 +69,10 @@ def test_a_16_bit_engine_is_judged_by_stocks_own_error(tiny_model: Callable[[str
     assert p1 and p4 and min(p1, p4) > 1e-3, "rounding is there, so the bound was put to use"
 
 
-def test_kimi_linear_in_16_bits_is_judged_by_stocks_own_error(tmp_path: Path) -> None:
-    """In the type that its config names, as SGLang needs it. Without experts: where a router flips, stock is off by ten."""
-    torch.manual_seed(0)
-    model = kda.kimi(dtype="bfloat16", first_k_dense_replace=5).float()
-    randomise(model)
-    model.save_pretrained(tmp_path)
-    write_tokenizer(tmp_path)
+def test_kimi_linear_in_16_bits_is_judged_by_stocks_own_error(tiny_model: Callable[[str], Path]) -> None:
+    """Whatever type its config names, or none. Without experts: where a router flips, stock is off by ten."""
     plan = Plan(checks=("P1", "P4"), config=HypicConfig(), flags={"dtype": "bfloat16"})
-    results = list(check_model("kimi", tmp_path, plan, lambda *_: None))
+    results = list(check_model("kimi", tiny_model(IN_16_BITS["kimi"]), plan, lambda *_: None))
     assert [r.status for r in results] == ["passed"] * 2, [r.detail for r in results]
     for r in results:
         assert r.worst_error and r.tolerance and 1e-3 < r.worst_error <= r.tolerance < 1, "the bound was put to use"
@@ -114,6 +107,22 @@ def test_a_model_that_is_not_there_fails_every_check(tmp_path: Path) -> None:
     assert [e["name"] for e in found["checks"].values()] == ["P1", "P2", "P5"]
     for entry in found["checks"].values():
         assert entry["passed"] is False and "did not start" in entry["detail"]
+
+
+def test_why_an_engine_died_at_its_start_is_told(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """Its scheduler knows, and says so in a log that nobody may come to see."""
+    for file in tiny_model("llama").glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    command = [sys.executable, "-m", "hypic", "selfcheck", str(tmp_path), "--checks", "P1,P4", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "did not start" in json.loads(done.stdout)["checks"][f"{tmp_path}:P1"]["detail"]
+    assert done.stderr.count(f"Cannot find any model weights with `{tmp_path}`") == 1, "once for all its checks"
+
+
+def test_last_lines_are_those_with_text_and_a_progress_bars_last_state(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("one\n\n0%\r50%\r100%\n  \ntwo\n")
+    assert last_lines(tmp_path / "log", 2) == ["100%", "two"]
 
 
 def test_what_an_engine_did_not_live_to_show_fails_and_p4_without_an_oracle_is_skipped_not_passed(

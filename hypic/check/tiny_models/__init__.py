@@ -38,9 +38,13 @@ _RECIPES: dict[str, Callable[[], Any]] = {
     "ringlinear": lightning.ringlinear,
     "ring25": lightning.ring25,
     "minimax": lightning.minimax,
+    "kimi_dense": lambda: kda.kimi(first_k_dense_replace=5),
+    "nemotronh_dense": lambda: mamba2.nemotronh(experts=False),
 }
 NAMES = tuple(_RECIPES)
 """Models that :func:`build` knows."""
+IN_16_BITS = {"kimi": "kimi_dense", "nemotronh": "nemotronh_dense"}
+"""What to check these as in 16-bit types: where a router's choice flips, stock SGLang's own logprobs are off by ten."""
 
 
 def default_root() -> Path:
@@ -89,7 +93,7 @@ def _write(name: str, directory: Path) -> None:
         model = _RECIPES[name]().float()
         randomise(model)
     model.save_pretrained(directory)
-    if name == "nemotronh":
+    if name.startswith("nemotronh"):
         mamba2.rename_as_published(directory)
     write_tokenizer(directory)
     if name.startswith("qwen35"):

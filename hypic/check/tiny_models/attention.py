@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypic.check.tiny_models.common import COMMON, HEADS, LAYERS, latent, rope
+from hypic.check.tiny_models.common import COMMON, HEAD_DIM, HEADS, LAYERS, latent, rope
 
 
 def llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**COMMON, head_dim=32, rope_parameters=rope()))
+    return LlamaForCausalLM(LlamaConfig(**COMMON, head_dim=HEAD_DIM, rope_parameters=rope()))
 
 
 def qwen3() -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    return Qwen3ForCausalLM(Qwen3Config(**COMMON, head_dim=32, rope_parameters=rope()))
+    return Qwen3ForCausalLM(Qwen3Config(**COMMON, head_dim=HEAD_DIM, rope_parameters=rope()))
 
 
 def deepseekv2() -> Any:

@@ -8,6 +8,8 @@ from hypic.check import tiny_tokenizer
 from hypic.check.tiny_tokenizer import SPECIAL, VOCAB_SIZE
 
 HIDDEN, HEADS, KV_HEADS, LAYERS = 128, 4, 2, 4
+HEAD_DIM = 64
+"""Of full attention. Not HIDDEN / HEADS: FlashInfer has no kernels for heads of 32."""
 TOKEN_ID = {text: i for i, text in enumerate(SPECIAL)}
 COMMON: dict[str, Any] = dict(
     vocab_size=VOCAB_SIZE,

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from hypic.check import tiny_tokenizer
-from hypic.check.tiny_models.common import COMMON, HIDDEN, LAYERS, MOE, TOKEN_ID, rope
+from hypic.check.tiny_models.common import COMMON, HEAD_DIM, HIDDEN, LAYERS, MOE, TOKEN_ID, rope
 
 
 def _linear(interval: int, d_k: int = 32, d_v: int = 32) -> dict[str, Any]:
     """Gated-delta-net settings; every ``interval``-th layer is full attention."""
     kinds = ["full_attention" if i % interval == interval - 1 else "linear_attention" for i in range(LAYERS)]
     return dict(
-        head_dim=64,
+        head_dim=HEAD_DIM,
         linear_conv_kernel_dim=4,
         linear_key_head_dim=d_k,
         linear_value_head_dim=d_v,

@@ -10,6 +10,8 @@ from hypic.check.tiny_models.common import COMMON, HEADS, latent
 def kimi(**changes: Any) -> Any:
     """Kimi-Linear-48B-A3B: three KDA layers, then latent attention without positions; and one of it to end with.
 
+    The config names no dtype: SGLang makes two projections of every KDA layer in that type, whatever it serves in.
+
     ``changes``: fields of the config that are to be otherwise.
     """
     from hypic.check.kimi_linear import KimiLinear
@@ -20,7 +22,6 @@ def kimi(**changes: Any) -> Any:
         | dict(
             architectures=["KimiLinearForCausalLM"],
             model_type="kimi_linear",
-            dtype="float32",
             hidden_act="silu",
             num_hidden_layers=5,
             num_key_value_heads=HEADS,

@@ -6,6 +6,9 @@ from typing import Any
 
 from hypic.check.tiny_models.common import COMMON, HEADS, latent, rope
 
+HEAD_DIM = 128
+"""SGLang's kernel cuts keys of a decode into blocks of 128 channels: with fewer there is no block and no output."""
+
 
 def ringlinear() -> Any:
     """Lightning attention that rotates half of each key, and grouped-query attention; the MLPs are dense."""
@@ -13,7 +16,7 @@ def ringlinear() -> Any:
 
     config = BailingLinearConfig(
         **COMMON,
-        head_dim=32,
+        head_dim=HEAD_DIM,
         layer_group_size=2,
         group_norm_size=2,
         partial_rotary_factor=0.5,
@@ -33,7 +36,7 @@ def ring25() -> Any:
     config = BailingHybridConfig(
         **COMMON | {"num_key_value_heads": HEADS},
         **latent() | {"q_lora_rank": 40},
-        head_dim=32,
+        head_dim=HEAD_DIM,
         layer_group_size=2,
         group_norm_size=2,
         partial_rotary_factor=0.5,
@@ -62,8 +65,8 @@ def minimax() -> Any:
     from transformers import MiniMaxConfig, MiniMaxForCausalLM
 
     config = MiniMaxConfig(
-        **COMMON,
-        head_dim=32,
+        **COMMON | {"num_attention_heads": 2, "num_key_value_heads": 1},
+        head_dim=HEAD_DIM,
         layer_types=["linear_attention", "full_attention"] * 2,
         rope_parameters=rope(),
         num_local_experts=4,

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hypic.check.tiny_models.common import COMMON, rope
+from hypic.check.tiny_models.common import COMMON, HEAD_DIM, HIDDEN, rope
 
 
 def _mamba(groups: int = 2) -> dict[str, Any]:
@@ -20,15 +20,15 @@ def _mamba(groups: int = 2) -> dict[str, Any]:
     )
 
 
-def nemotronh() -> Any:
+def nemotronh(experts: bool = True) -> Any:
     """Mamba2, MoE, attention without positions, MLP: the four kinds of layers of Nemotron-H and Nemotron-3."""
     from transformers import NemotronHConfig, NemotronHForCausalLM
 
     config = NemotronHConfig(
         **{k: v for k, v in COMMON.items() if k not in ("num_hidden_layers", "rms_norm_eps")},
         **_mamba(),
-        layers_block_type=["mamba", "moe", "attention", "mlp", "mamba", "attention"],
-        head_dim=32,
+        layers_block_type=["mamba", "moe" if experts else "mlp", "attention", "mlp", "mamba", "attention"],
+        head_dim=HEAD_DIM,
         ssm_state_size=24,
         mamba_num_heads=4,
         mamba_head_dim=32,
@@ -59,7 +59,7 @@ def granite4h(position_embedding_type: str = "nope") -> Any:
     from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
     config = GraniteMoeHybridConfig(
-        **COMMON,
+        **COMMON | {"num_attention_heads": HIDDEN // HEAD_DIM, "num_key_value_heads": 1},
         **_mamba(groups=1),
         mamba_d_state=32,
         mamba_d_head=32,
@@ -71,7 +71,7 @@ def granite4h(position_embedding_type: str = "nope") -> Any:
         num_experts_per_tok=0,
         embedding_multiplier=1.0,
         residual_multiplier=0.8,
-        attention_multiplier=32**-0.5,
+        attention_multiplier=HEAD_DIM**-0.5,
         logits_scaling=1.0,
         rope_parameters=rope(),
     )
@@ -85,7 +85,7 @@ def falconh1() -> Any:
     config = FalconH1Config(
         **COMMON,
         **_mamba(),
-        head_dim=32,
+        head_dim=HEAD_DIM,
         mamba_d_ssm=128,
         mamba_d_state=32,
         mamba_d_head=32,

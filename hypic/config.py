@@ -20,10 +20,14 @@ OFFICIAL_SEPARATOR = "<<PIC_SEP>>"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30, "t": 10**12, "ti": 2**40}
 
 _OTHER_VARIABLES = {
-    "HYPIC_CPU", "HYPIC_CACHE", "HYPIC_API_KEY", "HYPIC_DUMMY_HORIZON",
+    "HYPIC_CPU", "HYPIC_CACHE", "HYPIC_API_KEY", "HYPIC_DUMMY_HORIZON", "HYPIC_MODELS",
     *(f"HYPIC_ROUTER_{name}" for name in ("BIND", "COSTS", "POLICY", "STATUS", "TOKEN")),
 }  # fmt: skip
 """Read elsewhere."""
+
+STOCK = {"HYPIC_ENABLED": "0", "HYPIC_MODELS": "1"}
+"""Environment of a stock engine that a command of ours starts: nothing is hooked, but the models that SGLang 0.5.17 has all parts
+of and does not register are there, so that they can be compared, too."""
 
 
 class ConfigError(ValueError):

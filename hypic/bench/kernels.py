@@ -115,7 +115,8 @@ class Bench:
             yield from self._chain(self.layout.linear)
         if self.layout.full is not None:
             yield from self._interiors()
-            yield from self._seams()
+            if self.layout.full.d_v:  # a latent is not for hypic's kernel
+                yield from self._seams()
         if self.layout.linear is not None and self.gdn:
             yield from composition_errors(self, self.layout.linear)
 
@@ -173,7 +174,7 @@ class Bench:
         tokens = work.segments * self.interior
         dtype = getattr(torch, full.dtype)
         k_pools = [self.randn(tokens, full.heads, full.d_k, dtype=dtype) for _ in full.layer_ids]
-        v_pools = [self.randn(tokens, full.heads, full.d_v, dtype=dtype) for _ in full.layer_ids]
+        v_pools = [self.randn(tokens, full.heads, full.d_v, dtype=dtype) for _ in full.layer_ids if full.d_v]
         arena = self.arena(work.segments)
         plan = InteriorPlan.build(
             blob_kv=[i * self.stride + self.layout.kv_offset for i in range(work.segments)],

@@ -24,7 +24,7 @@ from hypic.bench.scatter_report import reckon
 from hypic.bench.scatter_result import ScatterResult
 from hypic.bench.suites import KERNELS, SCATTER, Plan
 from hypic.commands.serve import flag_value
-from hypic.config import HypicConfig
+from hypic.config import STOCK, HypicConfig
 from hypic.platform_cpu import CPU_MODE
 from hypic.platform_cpu.defaults import set_environment
 
@@ -32,7 +32,7 @@ CHECKED = "P1,P4"
 KEPT_FLAGS = (
     "--dtype", "--attention-backend", "--prefill-attention-backend", "--decode-attention-backend", "--linear-attn-backend",
     "--sampling-backend", "--grammar-backend", "--page-size", "--cuda-graph-backend-prefill", "--device",
-    "--cuda-graph-max-bs-decode", "--log-level",
+    "--cuda-graph-max-bs-decode", "--moe-runner-backend", "--log-level",
 )  # fmt: skip
 """Flags that decide how a link is computed, and some that make engines start faster: the self-check gets them too."""
 BARE_FLAGS = ("--disable-flashinfer-autotune",)
@@ -71,7 +71,7 @@ def run_bench(
     if cpu:
         set_environment(environ, flag_value(argv, "--dtype"))
     checks = check_first(argv, environ | config.to_env(), say) if selfcheck and "hypic" in engines else {}
-    ours, stock = environ | config.to_env(), environ | {"HYPIC_ENABLED": "0"}
+    ours, stock = environ | config.to_env(), environ | STOCK
     todo = [(f"stock {more}", [*argv, *shlex.split(more)], stock) for more in baselines]
     todo += [(name, argv, ours if name == "hypic" else stock) for name in engines]
     result = BenchResult(
@@ -167,9 +167,11 @@ def _child(name: str, module: list[str], env: Mapping[str, str], say: Callable[[
 
 def check_first(argv: list[str], env: Mapping[str, str], say: Callable[[str], None]) -> dict[str, Any]:
     """`hypic selfcheck` on a tiny model of the same kind, under the flags that decide how a link is computed."""
-    from hypic.check.tiny_models import build
+    from hypic.check.tiny_models import IN_16_BITS, build
 
-    model = build(tiny_kind(Path(flag_value(argv, "--model-path") or "")))
+    kind = tiny_kind(Path(flag_value(argv, "--model-path") or ""))
+    exact = (flag_value(argv, "--dtype") or ("float32" if env.get(CPU_MODE) == "1" else "auto")) == "float32"
+    model = build(kind if exact else IN_16_BITS.get(kind, kind))
     command = ["selfcheck", str(model), "--checks", CHECKED, "--json", *kept_flags(argv)]
     say(f"hypic {shlex.join(command)}")
     done = subprocess.run([sys.executable, "-m", "hypic", *command], env=dict(env), stdout=subprocess.PIPE, text=True)
@@ -199,10 +201,13 @@ def kept_flags(argv: list[str]) -> list[str]:
 
 def tiny_kind(model: Path) -> str:
     """Name of the tiny model (`hypic.check.tiny_models`) that is most like `model`, a folder with a config.json."""
+    from hypic.check.coverage import COVERAGE
     from hypic.check.tiny_models import NAMES
 
     try:
-        kind = json.loads((model / "config.json").read_text())["model_type"].removesuffix("_text").replace("_", "")
-    except (OSError, ValueError, KeyError):
-        kind = ""
-    return next((name for name in (kind, kind.removesuffix("moe")) if name in NAMES), "qwen35")
+        config = json.loads((model / "config.json").read_text())
+    except (OSError, ValueError):
+        config = {}
+    kind = str(config.get("model_type", "")).removesuffix("_text").replace("_", "")
+    same = [row.model for row in COVERAGE if row.architecture in config.get("architectures", ())]
+    return next((name for name in (*same, kind, kind.removesuffix("moe")) if name in NAMES), "qwen35")

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from hypic.commands.flags import setting, take_hypic_flags
-from hypic.config import ConfigError, HypicConfig, from_env
+from hypic.config import STOCK, ConfigError, HypicConfig, from_env
 from hypic.platform_cpu import CPU_MODE
 
 PASS_FLAGS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": True}
@@ -219,7 +219,7 @@ def flag_value(argv: Sequence[str], flag: str) -> str | None:
 
 def prepare_environment(config: HypicConfig, argv: Sequence[str], cpu: bool, environ: MutableMapping[str, str]) -> None:
     """Set what SGLang's processes inherit: the configuration and, on a CPU, CPU mode with its settings."""
-    environ.update(config.to_env())
+    environ.update(config.to_env() | ({} if config.enabled else STOCK))
     if cpu:
         from hypic.platform_cpu.defaults import set_environment
 

@@ -20,13 +20,18 @@ _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _WORKER = f"{_M}.tp_worker.BaseTpWorker"
 _WEIGHTS = "artifacts of the old weights must never be found again"
 
-SCHEDULER_HOOKS: tuple[Hook, ...] = (
-    # start-up
-    Hook("sglang.srt.server_args.ServerArgs.__post_init__", "after", lifecycle.check_server_args,
-         "refuse what hypic cannot serve, and a half-applied hook table, before anything is loaded", ("self",)),
+MODEL_HOOKS: tuple[Hook, ...] = (
     Hook("sglang.srt.arg_groups.overrides.supports_mamba_cache_extra_buffer", "around",
          model_classes.supports_extra_buffer, "SGLang's registry of external models has this flag, but nothing reads it",
          ("view", "model_arch")),
+)  # fmt: skip
+"""What the models of hypic.engine.model_classes need, whether segments are cached or not."""
+
+SCHEDULER_HOOKS: tuple[Hook, ...] = (
+    # start-up
+    *MODEL_HOOKS,
+    Hook("sglang.srt.server_args.ServerArgs.__post_init__", "after", lifecycle.check_server_args,
+         "refuse what hypic cannot serve, and a half-applied hook table, before anything is loaded", ("self",)),
     Hook(f"{_RUNNER}.alloc_memory_pool", "before", lifecycle.allocate_arena,
          "allocate the arena before SGLang sizes its pools by what is free", ("self", "memory_pool_config")),
     Hook(f"{_RUNNER}.init_attention_backends", "after", lifecycle.attach_runtime,
@@ -106,8 +111,8 @@ def table() -> HookTable:
 
 
 def activate() -> None:
-    """Called by SGLang in every process that loads plugins. Does nothing unless HYPIC_ENABLED=1, or a benchmark asks for dummy
-    weights that remember."""
+    """Called by SGLang in every process that loads plugins. Does nothing unless HYPIC_ENABLED=1, but that HYPIC_MODELS=1 offers
+    SGLang the models that it lacks, and that a benchmark may ask for dummy weights that remember."""
     if os.environ.get("HYPIC_DUMMY_HORIZON"):
         from hypic.bench import dummy
 
@@ -119,6 +124,9 @@ def activate() -> None:
             http.prepare()
         except Exception as e:  # SGLang would only log it; the start-up check stops the server
             table().note(f"the HTTP front end: {e}")
+    elif os.environ.get("HYPIC_MODELS") == "1":
+        HookTable("hypic_models", MODEL_HOOKS).register()
+        model_classes.offer()
 
 
 def require_applied() -> None:

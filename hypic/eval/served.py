@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import torch
 
-from hypic.config import HypicConfig
+from hypic.config import STOCK, HypicConfig
 from hypic.eval.items import Outcome, Probe
 from hypic.eval.methods import CLOSED_BOOK, FULL, PREFIX, Method
 from hypic.eval.prompt import Codec, Prompt, cut
@@ -139,7 +139,7 @@ class Served:
         asks = [self._ask(t, t.prompt, segments=False) for t in asked.values()]
         asks += [self._ask(t, t.closed_book, segments=False, scored=False) for t in closed]
         order = [(t, FULL) for t in asked.values()] + [(t, CLOSED_BOOK) for t in closed]
-        for reply in self._engine("stock", asks, self._env | {"HYPIC_ENABLED": "0"}, folder, hypic=False):
+        for reply in self._engine("stock", asks, self._env | STOCK, folder, hypic=False):
             task, method = order[reply.number]
             found = outcome(task, method, self._text(task, reply), reply.ids, 0, reply.seconds)
             if method == FULL:

@@ -22,7 +22,7 @@ from hypic.bench import dummy
 from hypic.bench.provenance import machine, versions
 from hypic.bench.runner import check_first
 from hypic.commands.serve import flag_value
-from hypic.config import HypicConfig
+from hypic.config import STOCK, HypicConfig
 from hypic.platform_cpu import CPU_MODE
 from hypic.platform_cpu.defaults import set_environment
 from hypic.traces.child import PROGRESS, RESULT, Order, Progress
@@ -112,7 +112,7 @@ def replay(
                 end = time.time() + (deadline - time.time()) / (len(todo) - i)
             stop, folder = end and end - STOP_SECONDS, str(out) if out else None
             order = Order(name, str(file), result.plan, stop, folder, before.get(name), stagger)
-            env = environ | (config.to_env() if read_engine(name).hypic else {"HYPIC_ENABLED": "0"})
+            env = environ | (config.to_env() if read_engine(name).hypic else STOCK)
             flags = [*argv, NO_CACHE] if name == "none" and NO_CACHE not in argv else argv
             _engine(order, flags, env, end, result, say, tick, keep)
 

@@ -24,6 +24,7 @@ from hypic.bench.suites import NotWarm, Plan, attended_pairs, fitted, require_wa
 from hypic.bench.workload import Prompts, Workload
 from hypic.cli import app
 
+SHAPES = Path(__file__).parents[2] / "models" / "shapes"
 SMALL = Workload(system=5, segments=3, segment_tokens=70, query=4, reps=1, seed=3)
 
 
@@ -115,6 +116,21 @@ def test_the_self_check_gets_the_flags_that_decide_how_a_link_is_computed(tmp_pa
     }.items():  # fmt: skip
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
         assert tiny_kind(tmp_path) == kind
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [
+        ("qwen3.5-35b-a3b", "qwen35moe"),
+        ("kimi-linear-48b-a3b", "kimi"),
+        ("nemotron-3-nano-30b-a3b", "nemotronh"),
+        ("ring-mini-linear-2.0", "ringlinear"),
+        ("ring-2.5-1t", "ring25"),
+        ("granite-4.0-h-small", "granite4h"),
+    ],
+)
+def test_what_is_checked_first_is_of_the_family_that_is_timed(shape: str, kind: str) -> None:
+    assert tiny_kind(SHAPES / shape) == kind
 
 
 @pytest.mark.parametrize(
@@ -233,22 +249,30 @@ def test_kernels_of_a_linear_layer_are_timed_and_add_up() -> None:
     assert list(cost.per_layer) == ["T out of SGLang's pass", "states after the seams", "S"]
 
 
-def test_kernels_of_another_family_are_timed_and_add_up() -> None:
-    """Mamba2: T is one number per head."""
-    linear = LinearShape(
-        (0, 1, 2), heads=4, d_k=16, d_v=24, conv_channels=160, conv_width=3, conv_dtype="float32", family="mamba2",
-        operator="log_decay",
-    )  # fmt: skip
+OTHERS = {
+    "mamba2": dict(d_v=24, conv_channels=160, conv_width=3, operator="log_decay"),
+    "lightning": dict(d_v=16, conv_channels=0, conv_width=0, operator="log_decay"),
+    "kda": dict(d_v=16, conv_channels=192, conv_width=3, columns_first=True),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_kernels_of_another_family_are_timed_and_add_up(name: str) -> None:
+    """Beside a layer of latent attention, which has no V and is not for hypic's kernel."""
+    linear = LinearShape((0, 1, 2), heads=4, d_k=16, conv_dtype="float32", family=name, **OTHERS[name])
+    latent = FullShape((3,), heads=1, d_k=32, d_v=0, dtype="float32")
     work = Workload(system=3, segments=3, segment_tokens=70, query=4, reps=2)
-    timings = list(Bench(ArtifactLayout(linear, None), 2, torch.float32, Plan(("kernels",), work, 8), "cpu").cases())
+    timings = list(Bench(ArtifactLayout(linear, latent), 2, torch.float32, Plan(("kernels",), work, 8), "cpu").cases())
     by_case = {t.case: t for t in timings}
     parts = [f"compile: {part}, one layer" for part in ("T", "states after the seams", "S")]
-    assert list(by_case)[1:] == [*parts, "link: chain, one layer"]
+    moved = ["link: relocate interiors, all layers", "compile: capture interiors, all layers"]
+    assert list(by_case)[1:] == [*parts, "link: chain, one layer", *moved]
     assert all(len(t.values) == 2 and min(t.values) > 0 for t in timings)
     assert by_case["link: chain, one layer"].shape["tokens"] == work.seams(8)
-    assert by_case["link: chain, one layer"].shape["bytes"] == 3 * 4 * (1 + 16 * 24) * 4
-    cost = artifact_cost(timings, [])
-    assert cost is not None and cost.total == pytest.approx(3 * sum(by_case[part].median for part in parts))
+    transition = 1 if linear.operator == "log_decay" else 16 * 16
+    assert by_case["link: chain, one layer"].shape["bytes"] == 3 * 4 * (transition + 16 * linear.d_v) * 4
+    cost, captured = artifact_cost(timings, []), by_case[moved[1]].median
+    assert cost is not None and cost.total == pytest.approx(3 * sum(by_case[part].median for part in parts) + captured)
 
 
 @pytest.mark.parametrize(

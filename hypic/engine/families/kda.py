@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+import torch
 from torch import Tensor
 
 from hypic.artifact.layout import LinearShape
@@ -88,6 +89,22 @@ class Kda(Family):
     def layers(self, model: Any) -> dict[int, LinearLayer]:
         modules = [m for m in model.modules() if type(m).__name__ == "RadixLinearAttention"]
         return {m.layer_id: KdaLayer.of(m) for m in modules}
+
+    def random_layer(self, shape: LinearShape, randn: Callable[..., Tensor]) -> LinearLayer:
+        heads, channels = shape.heads, shape.conv_channels
+        return KdaLayer(
+            dict(
+                conv_weight=randn(channels, shape.conv_width + 1, dtype=torch.float32),
+                conv_bias=None,
+                activation="silu",
+                A_log=randn(heads, dtype=torch.float32) - 8.0,
+                dt_bias=randn(heads, shape.d_k, dtype=torch.float32),
+                num_k_heads=heads,
+                num_v_heads=heads,
+                head_k_dim=shape.d_k,
+                head_v_dim=shape.d_v,
+            )
+        )
 
     def shape(
         self,

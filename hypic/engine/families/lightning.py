@@ -39,7 +39,8 @@ class RotatedLayer(DecayLayer):
 
     def random_inputs(self, n: int, random: Callable[..., Tensor]) -> Inputs:
         heads = len(self._parameters.slope)
-        return random(n, heads, self._dim), random(n, heads, self._dim), random(n, heads, self._dim)
+        q, k, v = (random(n, heads, self._dim).float() for _ in range(3))  # in any model
+        return q, k, v
 
     def at_positions(self, inputs: Inputs, positions: Tensor) -> Inputs:
         q, k, v = inputs

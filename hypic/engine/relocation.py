@@ -144,7 +144,10 @@ def _key_value(owner: Any, hidden: torch.Tensor, positions: torch.Tensor) -> tup
 
     parameters = inspect.signature(owner.forward).parameters
     known = {"hidden_states": hidden, "positions": positions, "forward_batch": None}
-    if unknown := [n for n, p in parameters.items() if n not in known and p.default is p.empty]:
+    needed = {
+        n for n, p in parameters.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }
+    if unknown := sorted(needed - known.keys()):
         raise CannotRelocate(f"{type(owner).__name__} without a rotary embedding takes {unknown}: cannot prove its K")
     attn, owner.attn = owner.attn, Ask()
     try:

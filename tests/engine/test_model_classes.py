@@ -34,6 +34,23 @@ def test_a_package_that_the_user_names_takes_precedence(monkeypatch: pytest.Monk
     assert os.environ["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "theirs"
 
 
+def test_ring_2_5_is_a_hybrid_whose_first_layer_need_not_have_keys() -> None:
+    """What sglang.srt.layers.attention.triton_backend goes by: without it, it reads V of layer 0 and dies."""
+    from sglang.srt.configs import model_config
+    from sglang.srt.configs.bailing_hybrid import BailingHybridConfig
+    from sglang.srt.configs.hybrid_arch import linear_attn_model_spec
+    from sglang.srt.configs.linear_attn_model_registry import get_linear_attn_config
+
+    register()
+    for config, architecture in {
+        BailingHybridConfig: "BailingMoeV2_5ForCausalLM", BailingMoeLinearConfig: ARCHITECTURE,
+    }.items():  # fmt: skip
+        found = get_linear_attn_config(config(num_hidden_layers=4, layer_group_size=2))
+        assert found is not None and found[0].arch_names == [architecture]
+        assert linear_attn_model_spec(SimpleNamespace(linear_attn_registry_result=found)) is found[0]
+    assert model_config.piecewise_cuda_graph_disabled_model_archs.count("BailingMoeV2_5ForCausalLM") == 1
+
+
 def test_published_configs_of_minimax_are_read() -> None:
     """By the names of MiniMax's own code, which knows two kinds of residuals and experts that all tokens share."""
     from transformers import AutoConfig

@@ -141,6 +141,13 @@ class OwnsButDoesNotRotate(Rotates):
         return k
 
 
+class TakesMore(OwnsButDoesNotRotate):
+    """As Ring's attention, which takes what decoders pass to others."""
+
+    def forward(self, positions: Tensor, hidden_states: Tensor, forward_batch: Any, **kwargs: Any) -> Any:
+        return super().forward(positions, hidden_states, forward_batch)
+
+
 class TurnsTwice(Rotates):
     def place(self, k: Tensor, positions: Tensor) -> Tensor:
         return super().place(k, 2 * positions)
@@ -160,7 +167,7 @@ def test_layers_that_turn_by_their_table_are_asked_and_left_as_they_were() -> No
     assert find_rotary(model(Rotates).to(torch.bfloat16), (0,), 4096) is not None
 
 
-@pytest.mark.parametrize("kind", [OwnsButDoesNotRotate, TurnsTwice])
+@pytest.mark.parametrize("kind", [OwnsButDoesNotRotate, TakesMore, TurnsTwice])
 def test_a_layer_that_does_not_use_its_table_is_refused(kind: type[Attention]) -> None:
     with pytest.raises(CannotRelocate, match="layer 1 does not use its rotary embedding as others do: K"):
         find_rotary(model(Rotates, kind), (0, 1), 4096)

@@ -22,7 +22,11 @@ class BailingMoeLinearConfig(BailingHybridConfig):
 
 def register() -> None:
     """With transformers, in SGLang's own table of configs and list of models without piecewise CUDA graphs (where Ring-2.5
-    is), and as models whose states the radix tree may keep."""
+    is), and as models whose states the radix tree may keep.
+
+    Ring-2.5, which SGLang has, is registered once more: SGLang's Triton attention backend asks only registered hybrids for
+    the first layer that has K and V, and layer 0 of the others.
+    """
     from sglang.srt.configs.linear_attn_model_registry import (
         LinearAttnModelSpec,
         get_linear_attn_spec_by_arch,
@@ -39,12 +43,14 @@ def register() -> None:
         "MiniMaxForCausalLM": MiniMaxHybridConfig,
         "MiniMaxM1ForCausalLM": MiniMaxM1Config,
         "MiniMaxText01ForCausalLM": MiniMaxText01Config,
+        "BailingMoeV2_5ForCausalLM": BailingHybridConfig,  # last: the first is a subclass, and the first match counts
     }
     for architecture, config in ours.items():
         AutoConfig.register(config.model_type, config, exist_ok=True)
         _CONFIG_REGISTRY[config.model_type] = config
         if get_linear_attn_spec_by_arch(architecture) is None:
-            piecewise_cuda_graph_disabled_model_archs.append(architecture)
+            if architecture not in piecewise_cuda_graph_disabled_model_archs:
+                piecewise_cuda_graph_disabled_model_archs.append(architecture)
             register_linear_attn_model(
                 LinearAttnModelSpec(
                     config_class=config,

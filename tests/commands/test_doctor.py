@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from hypic.bench import families
 from hypic.check.coverage import REFUSED, Refused
 from hypic.check.tiny_models import NAMES
 from hypic.cli import app
@@ -128,11 +129,12 @@ def examine(path: Path | str, *flags: str, memory: int = 0, settings: HypicConfi
     return model
 
 
-LINEAR = {"llama": 0, "qwen3": 0, "deepseekv2": 0, "qwen35": 3, "granite4h": 3, "falconh1": 4, "kimi": 3}
+KIMI = ("kimi", "kimi_dense")
+LINEAR = {"llama": 0, "qwen3": 0, "deepseekv2": 0, "qwen35": 3, "granite4h": 3, "falconh1": 4} | dict.fromkeys(KIMI, 3)
 """Linear layers of the tiny models; the others have two."""
 FULL = {"llama": 4, "qwen3": 4, "deepseekv2": 4, "qwen35": 1, "granite4h": 1, "falconh1": 4}
 """Full-attention layers likewise; Falcon-H1's layers are both."""
-MAMBA = {"nemotronh": (2, 24), "granite4h": (1, 32), "falconh1": (2, 32)}
+MAMBA = {"nemotronh": (2, 24), "nemotronh_dense": (2, 24), "granite4h": (1, 32), "falconh1": (2, 32)}
 """Groups and state size; four heads of 32."""
 
 
@@ -142,29 +144,24 @@ def test_tiny_models_are_supported(name: str, tiny_model: Callable[[str], Path])
     assert model.problems == [] and model.tested and model.dtype == "float32"
     layers = {f.family: f.layers for f in model.families}
     full, linear = FULL.get(name, 2), LINEAR.get(name, 2)
-    titles = {
-        "kimi": "Kimi delta attention",
-        "ringlinear": "Lightning",
-        "ring25": "Lightning",
-        "minimax": "Lightning",
-    } | dict.fromkeys(MAMBA, "Mamba2")
+    titles = dict.fromkeys(MAMBA, "Mamba2") | dict.fromkeys(KIMI, "Kimi delta attention")
+    titles |= dict.fromkeys(("ringlinear", "ring25", "minimax"), "Lightning")
     title = titles.get(name, "gated delta network")
     assert layers == {k: n for k, n in {title: linear, "full attention": full}.items() if n}
     heads, d_k, d_v, channels = 4, 32, 16 if name == "qwen35_dk" else 32, 2 * 2 * 32 + 4 * (32, 16)[name == "qwen35_dk"]
-    transition = d_k * d_k * 4
+    transition, kv_heads, head_dim = d_k * d_k * 4, 1 if name in ("granite4h", "minimax") else 2, 64
     if name in MAMBA:
         groups, d_k = MAMBA[name]
         channels, transition = heads * d_v + 2 * groups * d_k, 4
-    if name == "kimi":
+    if name in KIMI:
         channels = 3 * heads * d_k
     if title == "Lightning":
-        channels, transition = 0, 4
+        heads, channels, transition, d_k, d_v, head_dim = 2 if name == "minimax" else 4, 0, 4, 128, 128, 128
     assert model.transition_bytes == linear * heads * transition
     assert model.state_bytes == linear * heads * d_v * d_k * 4
     assert model.conv_bytes == linear * channels * 3 * 4
-    head_dim = 64 if name.startswith("qwen35") or name == "qwen3next" else 32
-    latent = name in ("kimi", "deepseekv2", "ring25")
-    assert model.token_bytes == full * (48 + 16 if latent else 2 * 2 * head_dim) * 4
+    latent = name in (*KIMI, "deepseekv2", "ring25")
+    assert model.token_bytes == full * (48 + 16 if latent else 2 * kv_heads * head_dim) * 4
     fixed = model.transition_bytes + model.state_bytes + model.conv_bytes
     for segment in model.segments:
         payload = fixed + (segment.tokens - model.seam_window) * model.token_bytes
@@ -173,7 +170,7 @@ def test_tiny_models_are_supported(name: str, tiny_model: Callable[[str], Path])
 
 
 SHAPES = Path(__file__).parents[2] / "models" / "shapes"
-FAMILIES = (SHAPES.parents[1] / "docs" / "FAMILIES.md").read_text()
+FAMILIES, BENCHMARKS = ((SHAPES.parents[1] / "docs" / page).read_text() for page in ("FAMILIES.md", "BENCHMARKS.md"))
 
 
 @pytest.mark.parametrize(
@@ -206,6 +203,8 @@ def test_artifacts_of_published_shapes(
     (segment,) = (s for s in model.segments if s.tokens == 2048)
     parts = (model.transition_bytes, model.state_bytes, model.conv_bytes, model.token_bytes, segment.bytes)
     assert f"| {shape} | {ranks} | {' | '.join(map(size, parts))} | {segment.fit} |" in FAMILIES
+    if shape in families.SHAPES:
+        assert f"\n| {' | '.join(families.size_cells(model))} |" in BENCHMARKS
 
 
 def test_plan_follows_memory_and_ranks(tiny_model: Callable[[str], Path]) -> None:

@@ -13,13 +13,14 @@ import torch
 from safetensors.torch import save_file
 
 from hypic.check.session import Prompt
+from hypic.check.tiny_models.common import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS
 from hypic.segment import span_id
 from tests.cases.driving import PATIENCE, Driver, Writer, outcomes
 
-RANK, LAYERS, HIDDEN = 4, 4, 128
+RANK = 4
 CHUNK = 64
 """Small, so that compiles of a few thousand tokens last."""
-OUT = {"q_proj": 128, "v_proj": 64}
+OUT = {"q_proj": HEADS * HEAD_DIM, "v_proj": KV_HEADS * HEAD_DIM}
 LOGPROBS = {"return_logprob": True, "top_logprobs_num": 5}
 
 

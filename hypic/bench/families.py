@@ -35,7 +35,7 @@ CASES = (("stock", "cold"), ("stock", "prefix hit"), ("hypic", "cold"), ("hypic"
 BEGIN, END = "<!-- python -m hypic.bench.families", "<!-- end of families -->"
 _HEAD = (
     f"| shape | linear layers | T, MiB | S, MiB | (T + S) / S | artifact of {TOKENS:,} tokens, MiB "
-    "| stock: cold | prefix hit | hypic: cold | warm | turn | stock cold / warm | artifacts, of hypic's cold |",
+    "| stock: cold | prefix hit | hypic: cold | warm | turn | stock cold / warm | artifacts, of cold - warm |",
     "|" + " --- |" * 13,
 )
 
@@ -56,7 +56,8 @@ def size_cells(finding: ModelFinding) -> list[str]:
 
 
 def time_cells(result: BenchResult | None) -> list[str]:
-    """Median ms of CASES, what a warm link saves, and the share of building artifacts; empty where there is no figure."""
+    """Median ms of CASES, what a warm link saves, and the share of building artifacts in what a cold prompt takes longer than
+    a warm one; empty where there is no figure."""
     found = {
         (e.name, t.case): t.median for e in (result.engines if result else ()) for t in e.timings if t.suite == "ttft"
     }

@@ -16,14 +16,13 @@ import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from hypic.commands.serve import flag_value
-from hypic.engine.families import family_of_config
 from hypic.engine.hook import Hook, HookTable
+
+if TYPE_CHECKING:  # commands ask for the environment, and torch takes seconds to import
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -66,24 +65,30 @@ def environment(
     return {DUMMY_HORIZON: str(HORIZON if tokens is None else tokens)}
 
 
-@torch.no_grad()
 def set_decays(A_log: Tensor, dt_bias: Tensor, tokens: int) -> None:
     """Give the heads of a layer decays from slow to fast: g = -exp(A_log) softplus(a + dt_bias), with a near 0."""
-    dt_bias.zero_()
+    import torch
+
     ends = math.log10(SLOWEST), math.log10(FASTEST)
     over_horizon = torch.logspace(*ends, len(A_log), dtype=torch.float32, device=A_log.device)
-    A_log.copy_((over_horizon / tokens / math.log(2)).log())
+    with torch.no_grad():
+        dt_bias.zero_()
+        A_log.copy_((over_horizon / tokens / math.log(2)).log())
 
 
-@torch.no_grad()
 def log_decays(A_log: Tensor, dt_bias: Tensor) -> Tensor:
     """Log decay of a token in each head, or in each key channel of it, where the layer's input adds nothing."""
-    rate = A_log.float().exp()
-    return -(rate if dt_bias.dim() == 1 else rate[:, None]) * torch.nn.functional.softplus(dt_bias.float())
+    import torch
+
+    with torch.no_grad():
+        rate = A_log.float().exp()
+        return -(rate if dt_bias.dim() == 1 else rate[:, None]) * torch.nn.functional.softplus(dt_bias.float())
 
 
 def _layers(model: Any, model_config: Any) -> list[Any]:
     """Those whose T is a matrix, so that what it costs depends on whether heads forget."""
+    from hypic.engine.families import family_of_config
+
     family = family_of_config(model_config)
     return list(family.layers(model).values()) if family is not None and family.operator == "dense" else []
 
@@ -103,8 +108,9 @@ def after_init_info(info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"horizon": horizon(), "layers": 0}
     decays = [log_decays(*layer.gates) for layer in _layers(runner.model, runner.model_config)]
     if decays:
-        over = horizon() * torch.stack(decays)
-        found |= {"layers": len(decays), "least": over.max().item(), "most": over.min().item()}
+        over = [horizon() * d for d in decays]
+        least, most = max(d.max().item() for d in over), min(d.min().item() for d in over)
+        found |= {"layers": len(decays), "least": least, "most": most}
     return info | {"dummy_decays": found}
 
 

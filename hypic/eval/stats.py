@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 import msgspec
-import numpy as np
 
 DRAWS = 2000
 
@@ -32,6 +31,8 @@ def mean(values: Sequence[float], groups: Sequence[Hashable], weights: Sequence[
     Raises:
         ValueError: there is no value, or no weight.
     """
+    import numpy as np  # `hypic --help` comes by here
+
     if not len(values) or len(values) != len(groups):
         raise ValueError(f"{len(values)} values in {len(groups)} groups")
     w = np.ones(len(values)) if weights is None else np.asarray(weights, float)

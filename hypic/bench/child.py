@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from hypic.bench import dummy
 from hypic.bench.client import Client
 from hypic.bench.result import EngineRun
 from hypic.bench.suites import SUITES, Plan, require_warm
@@ -31,6 +30,8 @@ SETTINGS = (
 def launched(argv: list[str]) -> Iterator[tuple[Any, dict[str, Any], float]]:
     """A running engine with the flags `argv`, what SGLang made of them (SETTINGS), and the seconds it took to start."""
     from sglang.srt.plugins import load_plugins
+
+    from hypic.bench import dummy  # torch, which the command's help does without
 
     load_plugins()
     if cpu_mode():

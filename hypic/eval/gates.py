@@ -19,7 +19,6 @@ import msgspec
 
 from hypic.eval.items import Item
 from hypic.eval.methods import CLOSED_BOOK, FULL, Method, MethodError, method
-from hypic.eval.summary import groups
 
 if TYPE_CHECKING:
     from hypic.eval.summary import Row, Summary
@@ -126,6 +125,8 @@ def methods_of(gates: Sequence[Gate]) -> list[str]:
 
 def check(gates: Sequence[Gate], items: Iterable[Item], methods: Iterable[Method]) -> None:
     """Raises GateError for a gate that a table of these can say nothing of: found before the run, which may take hours."""
+    from hypic.eval.summary import groups  # numpy, which the command's help does without
+
     known: dict[str, set[str]] = {}
     for dataset, kind, _ in groups(items):
         known.setdefault(dataset, set()).add(kind)

@@ -118,9 +118,9 @@ def test_a_server_ends_with_the_model_that_it_refuses_and_no_traceback(
     command = [sys.executable, "-m", "hypic", "serve", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 2
-    *_, last = done.stderr.rstrip().splitlines()
-    assert last == (
+    said = (
         f"hypic serve: hypic cannot serve {tmp_path} (Gemma3ForCausalLM): {SLIDING_WINDOWS}; "
         "--hypic-off serves it without hypic"
     )
+    assert said in done.stderr.splitlines(), done.stderr  # SGLang's imports in the fork server may warn behind it
     assert "Traceback" not in done.stderr

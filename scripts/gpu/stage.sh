@@ -54,6 +54,9 @@ family_flags() { # MODEL_TYPE
 model_type() { python3 -c 'import json, sys; print(json.load(open(sys.argv[1] + "/config.json"))["model_type"])' "$1"; }
 flashinfer=(--attention-backend flashinfer --cuda-graph-backend-prefill breakable)
 case $stage in
+  smoke | families) export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} ;; # oracles: small products on the CPU, of several processes at once
+esac
+case $stage in
   smoke)
     small=(--dtype bfloat16 --attention-backend flashinfer --sampling-backend pytorch --grammar-backend none
       --mem-fraction-static 0.15 --max-total-tokens 60000 --context-length 8192 --max-running-requests 16

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hypic.engine import model_classes
+from hypic.config import STOCK
+from hypic.engine import hook, model_classes, plugin
 from hypic.engine.model_classes.config import ARCHITECTURE, BailingMoeLinearConfig, register
 
 
@@ -25,6 +26,22 @@ def test_it_is_offered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     specs = [s for s in linear_attn_model_registry._LINEAR_ATTN_MODEL_REGISTRY if ARCHITECTURE in s.arch_names]
     assert len(specs) == 1 and specs[0].uses_mamba_radix_cache
     assert model_config.piecewise_cuda_graph_disabled_model_archs.count(ARCHITECTURE) == 1
+
+
+@pytest.mark.parametrize(("environ", "offered"), [(STOCK, True), (STOCK | {"HYPIC_MODELS": "0"}, False)])
+def test_a_stock_engine_of_ours_has_the_models_and_no_hook(
+    environ: dict[str, str], offered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU; in CPU mode the platform offers them, whatever is asked for."""
+    monkeypatch.delenv("SGLANG_EXTERNAL_MODEL_PACKAGE", raising=False)
+    monkeypatch.setattr(plugin, "table", lambda: pytest.fail("hypic is off"))
+    registered: list[str] = []
+    monkeypatch.setattr(hook.HookTable, "register", lambda table: registered.extend(h.target for h in table.hooks))
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    plugin.activate()
+    assert ("SGLANG_EXTERNAL_MODEL_PACKAGE" in os.environ) is offered
+    assert registered == [h.target for h in plugin.MODEL_HOOKS if offered]
 
 
 def test_a_package_that_the_user_names_takes_precedence(monkeypatch: pytest.MonkeyPatch) -> None:

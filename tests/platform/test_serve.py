@@ -137,11 +137,8 @@ def wait_until_ready(url: str, seconds: float) -> None:
 
 
 def test_real_server_answers_a_chat(tiny_model: Callable[[str], Path]) -> None:
-    """The whole product path: our command, SGLang's server and its processes. They do not outlive a launcher that is killed.
-
-    With a model that SGLang does not register: it is served without hypic, too, or there were nothing to compare with.
-    """
-    with server(tiny_model("ringlinear"), "--hypic-off") as (url, launcher):
+    """The whole product path: our command, SGLang's server and its processes. They do not outlive a launcher that is killed."""
+    with server(tiny_model("qwen3next"), "--hypic-off") as (url, launcher):
         wait_until_ready(url, 5 * READY_SECONDS)
         chat = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "temperature": 0}
         answer = post(f"{url}/v1/chat/completions", chat)

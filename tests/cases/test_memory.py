@@ -17,6 +17,8 @@ LENGTH = 100
 """Tokens of a document; its artifact takes about 205 kB."""
 FITTING = 8
 TIGHT = {"chunked_prefill_size": 128, "max_total_tokens": 1800, "schedule_conservativeness": 0.05}
+GROWTH = 160
+"""New tokens with which five prompts of two documents outgrow the KV cache, wherever eight of them fit at their start."""
 FORCED = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
 
 
@@ -153,7 +155,7 @@ def test_11_a_retracted_request_resumes_with_the_same_tokens_and_counts(
     engine = driver_for("qwen35", flags=TIGHT, memory=FITTING * 210_000, env=env)
     known, shared = write.document(LENGTH), write.document(90)
     engine.ask(write.prompt(2, known, 3))
-    prompts = [write.prompt(5 + i, known, 3, shared, 20, new_tokens=80) for i in range(7)]
+    prompts = [write.prompt(5 + i, known, 3, shared, 20, new_tokens=GROWTH) for i in range(7)]
     prompts.append(write.prompt(150, new_tokens=80))
     answers = engine.ask_together(prompts)
     assert sum(a.retractions for a in answers[:-1]) > 0

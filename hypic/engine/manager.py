@@ -457,8 +457,9 @@ class LinkManager:
     # ------------------------------------------------------------------ invalidation
 
     def flush(self) -> None:
-        """`/flush_cache`: drop all artifacts."""
+        """`/flush_cache`: drop all artifacts. Metrics say so before the client is answered."""
         self.store.invalidate()
+        self.metrics.gauges(self.store, self.held)
 
     def new_weights(self, path: str = "") -> None:
         """`update_weights*`, maybe from a checkpoint: drop all artifacts, and never find an older one again."""

@@ -182,6 +182,7 @@ def test_workers_and_the_router_die(cluster: Cluster, names: Names, write: Write
         cluster.wait(lambda: all(s.lines for s in streams), "streaming")
         cluster.signal(last, signal.SIGKILL)
         ends = [s.end() for s in streams]
+    assert "error" in ends[1], ends[1]
     reason, error = ends[0]["meta_info"]["finish_reason"], ends[1]["error"]
     assert (reason["type"], reason["status_code"], error["code"]) == ("abort", 500, 500)
     for message in (reason["message"], error["message"]):

@@ -35,6 +35,8 @@ _WARM_UP = (3, 2)
 """Prompts before those that count, for the first case of a number of workers and for others: rates get measured."""
 _FEW = 3
 """Repetitions at most of all lengths but the first."""
+_UNTOLD = 3
+"""Prompts at most for one sample."""
 _FAILURES = 3
 """So many cases that fail end it."""
 _STOCK_SHARE = 0.2
@@ -152,10 +154,18 @@ class Bench:
         warm_up = _WARM_UP[case.workers in self._seen]
         self._seen.add(case.workers)
         reps = self.work.reps if first_length else min(self.work.reps, _FEW)
-        samples = [ask(url, *self._draw(sizes)) for _ in range(warm_up + reps)][warm_up:]
+        samples = [self._sample(url, sizes) for _ in range(warm_up + reps)][warm_up:]
         return ScatterRun(
             workers=case.workers, policy=case.policy, workload=case.workload, segments=sizes, samples=samples
         )
+
+    def _sample(self, url: str, sizes: Sequence[int]) -> Sample:
+        """Of a cold prompt. One whose compile was so short that its worker had the router's order for it behind its end is not
+        told when that was; another is asked then."""
+        for _ in range(_UNTOLD):
+            if (sample := ask(url, *self._draw(sizes))).compile > 0:
+                break
+        return sample
 
     def _sizes(self, count: int, workload: str) -> list[int]:
         return lengths(msgspec.structs.replace(self.work, segments=count), workload)

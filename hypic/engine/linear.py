@@ -96,10 +96,14 @@ class LinkedLinear:
         stages = linear_stages(plan.batch, plan.prefix_lens, plan.extend_lens, linear.conv_width)
         self._steps = [_Step(self, forward_batch, stage, slots, linear.conv_width + 1) for stage in stages]
         self._compile: CompileStep | None = None
+        self._solving: _Step | None = None
+        """The step in whose native pass all compiling rows are, if T is made of what that pass solves."""
         if rows := sorted(plan.batch.compiles):
             compiles, tokens = [plan.batch.compiles[r] for r in rows], [int(plan.tokens[r]) for r in rows]
             where = slots[on_device(rows, slots.device)]
-            native = _places(stages[0], rows) if self.hypic_runtime.solved else None
+            native = None
+            if self.hypic_runtime.solved:
+                native, self._solving = _places(stages[0], rows), self._steps[0]
             self._compile = CompileStep(compiles, tokens, where, linear, native)
 
     def run_layer(
@@ -128,7 +132,7 @@ class LinkedLinear:
                 layer.chain(inputs, at, step.chain, out)
             if step.native is not None:
                 self.forward_metadata = step.metadata
-                with kept(step is self._steps[0] and self._keeps_chunks) as solved:
+                with kept(step is self._solving) as solved:
                     if step.tokens is None:
                         out = native(step.native, inputs).view(out.shape)
                     else:
@@ -144,10 +148,6 @@ class LinkedLinear:
         if self._compile is not None:
             self._compile.after(layer, at, chunks)
         return out
-
-    @property
-    def _keeps_chunks(self) -> bool:
-        return self._compile is not None and self._compile.needs_chunks
 
     def _memory(self, layer_id: int) -> Memory:
         runtime, layout = self.hypic_runtime, self.hypic_runtime.layout

@@ -111,11 +111,6 @@ class CompileStep:
             device=slots.device,
         )
 
-    @property
-    def needs_chunks(self) -> bool:
-        """Whether T is made of what the native pass solves."""
-        return self._solved is not None
-
     def before(self, layer: LinearLayer, inputs: Inputs, at: Memory, out: Tensor) -> None:
         """Before the native kernel moves states and windows on.
 

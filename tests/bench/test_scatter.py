@@ -35,6 +35,17 @@ def test_what_a_ttft_is_made_of() -> None:
     assert (alone.compile, alone.exposed, alone.link, alone.workers) == (95.0, 0.0, 100.0, 1)
 
 
+def test_a_prompt_whose_compile_was_not_told_is_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = iter([0.0, 0.0, 7.0, 9.0])
+
+    def ask(*_: Any) -> Sample:
+        return Sample(ttft=9, forwarded=1, compile=next(told), exposed=0, link=1, workers=1, timeline={})
+
+    monkeypatch.setattr("hypic.bench.scatter.ask", ask)
+    bench = Bench(Workload(segments=2, segment_tokens=64), Scatter(), 100)
+    assert [bench._sample("", [64]).compile for _ in range(2)] == [7.0, 9.0]
+
+
 def test_workloads() -> None:
     assert lengths(WORK, "equal") == [1000] * 4
     assert lengths(WORK, "uneven") == [4000, 250, 500, 750]

@@ -20,7 +20,7 @@ from tests.cluster.asking import drained, generate, long_prompt, pinned, same_an
 from tests.cluster.launched import WORKERS, Cluster
 from tests.server.naming import Names
 from tests.server.requests import REPORT, native
-from tests.server.serving import GENERATE, Reply
+from tests.server.serving import CHAT, GENERATE, Reply
 
 RESTART = 240.0
 """Seconds for processes to come up again on a busy machine."""
@@ -164,18 +164,29 @@ def test_workers_and_the_router_die(cluster: Cluster, names: Names, write: Write
     assert cluster.router_metric("retries_total") == retries + 1
 
     # The combine worker, in the middle of a stream: an error that says so, in the stream.
-    cluster.wait(lambda: len(cluster.alive()) >= 2, "back", RESTART)
+    # All are back: one that came back later would be drained by nobody, take the chat, and go on with it.
+    cluster.wait(lambda: len(cluster.alive()) == WORKERS, "back", RESTART)
     body = {**other, "stream": True}
     body["sampling_params"] = {"temperature": 0, "max_new_tokens": 8000, "ignore_eos": True}
+    messages = [{"role": "user", "content": "Go on."}]
+    chat = {
+        "model": "m",
+        "messages": messages,
+        "stream": True,
+        "max_tokens": 8000,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
     last, *others = cluster.alive()
     with drained(cluster, *others):
-        streams = [Stream(cluster, GENERATE, body)]
+        streams = [Stream(cluster, GENERATE, body), Stream(cluster, CHAT, chat)]
         cluster.wait(lambda: all(s.lines for s in streams), "streaming")
         cluster.signal(last, signal.SIGKILL)
         ends = [s.end() for s in streams]
-    reason = ends[0]["meta_info"]["finish_reason"]
-    assert (reason["type"], reason["status_code"]) == ("abort", 500)
-    assert f"worker {last} was lost after" in reason["message"]
+    reason, error = ends[0]["meta_info"]["finish_reason"], ends[1]["error"]
+    assert (reason["type"], reason["status_code"], error["code"]) == ("abort", 500, 500)
+    for message in (reason["message"], error["message"]):
+        assert f"worker {last} was lost after" in message
 
     # The router: its clients see an error, the workers stay, and come back to the new one with all that they hold.
     cluster.wait(lambda: len(cluster.alive()) == WORKERS, "all back", RESTART)

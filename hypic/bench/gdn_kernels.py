@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from hypic.artifact.layout import LinearShape
+from hypic.bench.layer_kernels import compile_plans
 from hypic.bench.result import Timing
 from hypic.engine import solved_chunks
-from hypic.kernels.chain_plans import ChainItem, ChainPlan
-from hypic.kernels.compile_plans import NO_STATE, EndStatesPlan, TransitionPlan
 from hypic.kernels.gdn_chain import chain_scratch, gdn_chain
 from hypic.kernels.gdn_end_states import gdn_end_states
 from hypic.kernels.gdn_keys import gdn_keys
@@ -59,21 +58,11 @@ def gdn_compile_cases(bench: Bench, linear: LinearShape) -> Iterator[Timing]:
     Where T comes out of SGLang's pass, the kernels that make it from keys and gates are timed, too, but are no part of a compile.
     """
     n, length, shape = bench.compiled(linear)
-    seam, layer = min(bench.w, length), linear.layer_ids[0]
+    layer = linear.layer_ids[0]
     parameters, (x, a, b) = random_gdn(bench, linear, n * length)
     parameters["A_log"] -= 8.0
-    starts, blobs, slots = [i * length for i in range(n)], [i * bench.stride for i in range(n)], list(range(n))
     conv = bench.randn(n, linear.conv_channels, linear.conv_width, dtype=getattr(torch, linear.conv_dtype))
-    plan = TransitionPlan.build(
-        seq_tok=starts,
-        seq_len=[length] * n,
-        seq_skip=[seam] * n,
-        seq_slot=slots,
-        seq_fresh=[True] * n,
-        blob=blobs,
-        first=[True] * n,
-        device=bench.device,
-    )
+    plan, seams, due = compile_plans(bench, linear, n, length)
     where: dict[str, Any] = {
         "arena": bench.arena(n), "t_off": bench.layout.t_offset(layer), "state_dtype": getattr(torch, linear.state_dtype)
     }  # fmt: skip
@@ -90,20 +79,18 @@ def gdn_compile_cases(bench: Bench, linear: LinearShape) -> Iterator[Timing]:
     if bench.solved:
         chunks = _random_chunks(bench, linear, n * length)
         rows = SolvedPlan.build(
-            tok=starts, length=[length] * n, skip=[seam] * n, blob=blobs, first=[True] * n, device=bench.device
+            tok=[i * length for i in range(n)],
+            length=[length] * n,
+            skip=[min(bench.w, length)] * n,
+            blob=[i * bench.stride for i in range(n)],
+            first=[True] * n,
+            device=bench.device,
         )
         yield bench.timing(
             "compile: T out of SGLang's pass, one layer",
             lambda: gdn_transition_solved(chunks, plan=rows, **where),
             **shape,
         )
-    seams = ChainPlan.build(
-        rows=[[ChainItem(at, seam)] for at in starts],
-        slot=slots,
-        fresh=[True] * n,
-        conv_width=linear.conv_width + 1,
-        device=bench.device,
-    )
     out = torch.empty(n * length, linear.heads, linear.d_v, dtype=bench.dtype, device=bench.device)
     seam_states, ends = (bench.randn(n, linear.heads, linear.d_v, linear.d_k, dtype=torch.float32) for _ in range(2))
     chain = torch.empty(chain_scratch(seams, linear.conv_channels, linear.heads), device=bench.device)
@@ -124,9 +111,6 @@ def gdn_compile_cases(bench: Bench, linear: LinearShape) -> Iterator[Timing]:
             scratch=chain,
         ),
         **shape,
-    )
-    due = EndStatesPlan.build(
-        slot=slots, seam=slots if seam else [NO_STATE] * n, ends=[True] * n, blob=blobs, device=bench.device
     )
     yield bench.timing(
         "compile: S, one layer",

@@ -21,11 +21,29 @@ if TYPE_CHECKING:
 def compile_cases(bench: Bench, linear: LinearShape) -> Iterator[Timing]:
     """T, states after the seams, and S of the segments that one forward pass compiles."""
     n, length, shape = bench.compiled(linear)
-    device = bench.device
-    seam = min(bench.w, length)
     layer = family(linear.family).random_layer(linear, bench.randn)
     inputs, at = layer.random_inputs(n * length, bench.randn), _memory(bench, linear, n)
-    starts, blobs, slots = [i * length for i in range(n)], [i * bench.stride for i in range(n)], list(range(n))
+    transition, seams, due = compile_plans(bench, linear, n, length)
+    yield bench.timing("compile: T, one layer", lambda: layer.transition(inputs, at, transition), **shape)
+    out = torch.empty(n * length, linear.heads, linear.d_v, dtype=bench.dtype, device=bench.device)
+    yield bench.timing(
+        "compile: states after the seams, one layer", lambda: layer.chain(inputs, at, seams, out), **shape
+    )
+    states = torch.randn_like(at.state)
+    yield bench.timing(
+        "compile: S, one layer",
+        lambda: layer.end_states(states, at, due),
+        **shape,
+        bytes=n * (bench.layout.t_layer + bench.layout.s_layer) + states.nbytes + at.state.nbytes,
+    )
+
+
+def compile_plans(
+    bench: Bench, linear: LinearShape, n: int, length: int
+) -> tuple[TransitionPlan, ChainPlan, EndStatesPlan]:
+    """Of a forward pass that compiles ``n`` whole segments of ``length`` tokens, the i-th in slot i and the i-th blob."""
+    seam, slots = min(bench.w, length), list(range(n))
+    starts, blobs = [i * length for i in slots], [i * bench.stride for i in slots]
     transition = TransitionPlan.build(
         seq_tok=starts,
         seq_len=[length] * n,
@@ -34,30 +52,19 @@ def compile_cases(bench: Bench, linear: LinearShape) -> Iterator[Timing]:
         seq_fresh=[True] * n,
         blob=blobs,
         first=[True] * n,
-        device=device,
+        device=bench.device,
     )
-    yield bench.timing("compile: T, one layer", lambda: layer.transition(inputs, at, transition), **shape)
     seams = ChainPlan.build(
         rows=[[ChainItem(start, seam)] for start in starts],
         slot=slots,
         fresh=[True] * n,
         conv_width=linear.conv_width + 1,
-        device=device,
+        device=bench.device,
     )
-    out = torch.empty(n * length, linear.heads, linear.d_v, dtype=bench.dtype, device=device)
-    yield bench.timing(
-        "compile: states after the seams, one layer", lambda: layer.chain(inputs, at, seams, out), **shape
-    )
-    states = torch.randn_like(at.state)
     due = EndStatesPlan.build(
-        slot=slots, seam=slots if seam else [NO_STATE] * n, ends=[True] * n, blob=blobs, device=device
+        slot=slots, seam=slots if seam else [NO_STATE] * n, ends=[True] * n, blob=blobs, device=bench.device
     )
-    yield bench.timing(
-        "compile: S, one layer",
-        lambda: layer.end_states(states, at, due),
-        **shape,
-        bytes=n * (bench.layout.t_layer + bench.layout.s_layer) + states.nbytes + at.state.nbytes,
-    )
+    return transition, seams, due
 
 
 def chain_case(bench: Bench, linear: LinearShape, items: list[ChainItem], tokens: int) -> Timing:

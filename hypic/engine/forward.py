@@ -95,7 +95,8 @@ class LinkRuntime:
         """T comes out of what SGLang's pass solves, see engine.solved_chunks."""
         self.off: str | None = None
         """Why PIC is off for this model, or None."""
-        self.weights_listeners: list[Callable[[], None]] = []
+        self.weights_listeners: list[Callable[[str], None]] = []
+        """They are told which checkpoint the new weights came from; "" if from none."""
         self.header: Callable[[Any], bytes]
 
     def attach(self, model_runner: Any, layout: ArtifactLayout, rotary: Rotary | None) -> None:

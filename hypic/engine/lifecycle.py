@@ -370,13 +370,15 @@ def unload_adapter(original: Callable[..., Any], scheduler: Any, recv_req: Any) 
 
 
 def after_new_weights(_: Any, worker: Any, *__: Any, **___: Any) -> None:
-    for listener in worker.model_runner.hypic.weights_listeners:
-        listener()
+    _new_weights(worker, "")
 
 
 def after_weights_from_disk(result: tuple[bool, str], worker: Any, recv_req: Any) -> None:
     """One that failed leaves weights that no other server has."""
-    source = recv_req.model_path if result[0] else f"failed: {recv_req.model_path}"
+    _new_weights(worker, recv_req.model_path if result[0] else f"failed: {recv_req.model_path}")
+
+
+def _new_weights(worker: Any, source: str) -> None:
     for listener in worker.model_runner.hypic.weights_listeners:
         listener(source)
 

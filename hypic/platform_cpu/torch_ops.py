@@ -192,8 +192,9 @@ def solve_chunks(
     weight = weight.unsqueeze(-1)
     system = (weight * (k_ @ k_.mT) * _decay(total)).tril(-1)
     eye = torch.eye(system.shape[-1]).expand_as(system)
-    inverse = torch.linalg.solve_triangular(system, eye, upper=False, unitriangular=True)
-    w, u = inverse @ (weight * total.exp().unsqueeze(-1) * k_), inverse @ (weight * v_)
+    right = torch.cat([weight * total.exp().unsqueeze(-1) * k_, weight * v_, eye], dim=-1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    w, u, inverse = solved.split([k_.shape[-1], v_.shape[-1], eye.shape[-1]], dim=-1)
     rows = F.pad(inverse, (0, CHUNK - inverse.shape[-1]))
     return tuple(pack.join(t.transpose(1, 2))[None] for t in (w, u, rows))  # type: ignore[return-value]
 

@@ -30,7 +30,8 @@ from hypic.bench.scatter import get_json
 from hypic.bench.workload import Prompts, Workload
 from hypic.check.workers import model_facts
 from hypic.commands.serve import flag_value
-from hypic.demo.server import ServerError, free_port, running
+from hypic.demo.server import ServerError, running
+from hypic.ports import free_ports
 
 H100_MIB, H100_FREE_MIB = 81_559, 81_000
 """What nvidia-smi says of an H100 of 80 GB, and what is free there before anything runs."""
@@ -80,7 +81,8 @@ def run(case: Case, argv: list[str], work: Workload, log: Path) -> None:
         case.plan = doctor(flags)
         command = [sys.executable, "-m", "hypic", "serve", *flags, "--host", "127.0.0.1"]
         try:
-            with running([*command, "--port", str(port := free_port())], port, log) as server:
+            (port,) = free_ports(1)
+            with running([*command, "--port", str(port)], port, log) as server:
                 server.wait_until_ready()
                 case.arena_bytes = arena_bytes(log.read_text())
                 ask_all(case, f"http://127.0.0.1:{port}", flags[0], work)

@@ -15,7 +15,7 @@ import msgspec
 import typer
 
 from hypic.commands.flags import take_hypic_flags
-from hypic.commands.serve import ServeError, flag_value, sglang_argv, wants_cpu
+from hypic.commands.serve import ServeError, flag_value, require_port, sglang_argv, wants_cpu
 from hypic.config import ConfigError, from_env
 from hypic.router.costs import CostsError, read_costs
 from hypic.router.launch.nursery import Nursery
@@ -55,6 +55,7 @@ def launch(
     """
     try:
         layout = read_layout(args or [], workers, policy, costs, min_workers)
+        require_port(layout.argv)
         status = asyncio.run(_run(layout, stagger))
     except (ConfigError, CostsError, LaunchError, ServeError) as error:
         typer.secho(f"hypic launch: {error}", fg="red", err=True)

@@ -13,6 +13,7 @@ import typer
 from hypic.commands.flags import setting, take_hypic_flags
 from hypic.config import STOCK, ConfigError, HypicConfig, from_env
 from hypic.platform_cpu import CPU_MODE
+from hypic.ports import LOCAL, is_taken
 
 PASS_FLAGS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": True}
 _PANEL = "Position-independent caching"
@@ -148,6 +149,8 @@ def serve(
             off=off,
         )
         argv, config = take_hypic_flags(argv, config)  # any left are not options of ours: an error names them
+        if not sglang_help:
+            require_port(argv)
         cpu = wants_cpu(argv, os.environ)
         prepare_environment(config, argv, cpu=cpu, environ=os.environ)
         run_server(argv, cpu)
@@ -215,6 +218,15 @@ def flag_value(argv: Sequence[str], flag: str) -> str | None:
     """What `argv` gives as the value of one of SGLang's flags, or None."""
     parts = [part for arg in argv for part in arg.split("=", 1)]
     return parts[parts.index(flag) + 1] if flag in parts[:-1] else None
+
+
+def require_port(argv: Sequence[str]) -> None:
+    """Raises ServeError if a server with these flags could not listen where they say. SGLang would load the model, then hang."""
+    host, port = flag_value(argv, "--host") or LOCAL, flag_value(argv, "--port")
+    if port is None and flag_value(argv, "--config") is None:
+        port = "30000"  # SGLang's default
+    if port is not None and port.isdecimal() and is_taken(host, int(port)):
+        raise ServeError(f"--port {port}: another process listens there on {host}; stop it or choose another port")
 
 
 def prepare_environment(config: HypicConfig, argv: Sequence[str], cpu: bool, environ: MutableMapping[str, str]) -> None:

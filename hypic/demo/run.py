@@ -12,7 +12,8 @@ from typing import Any
 import hypic
 from hypic.demo import DemoError, pages, scenario
 from hypic.demo.checks import TOLERANCE, run_checks
-from hypic.demo.server import free_port, running, serve_command
+from hypic.demo.server import running, serve_command
+from hypic.ports import free_ports
 
 _TINY = "qwen35"
 _WEIGHTS = "model.safetensors"
@@ -36,7 +37,7 @@ def run(model: str | None, flags: Sequence[str], say: Callable[[str], None]) -> 
         raise DemoError(f"{path} is not the folder of a model (no config.json)")
     handle, name = tempfile.mkstemp(prefix="hypic-demo-", suffix=".log")
     os.close(handle)
-    log, port = Path(name), free_port()
+    log, (port,) = Path(name), free_ports(1)
     say(f"starting hypic serve {path} on port {port}; its log is {log}")
     with running(serve_command(path, port, [*_WHOLE_STREAMS, *flags]), port, log) as server:
         oracle = _oracle(path)  # loads while the server starts

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -97,13 +96,6 @@ def serve_command(model: str, port: int, flags: Sequence[str] = ()) -> list[str]
     own = ["--device", "cpu", "--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
     own += ["--enable-cache-report", "--skip-server-warmup"]
     return [sys.executable, "-m", "hypic", "serve", model, *own, *flags]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def _environment() -> dict[str, str]:

@@ -7,6 +7,8 @@ import os
 from collections.abc import MutableMapping
 from typing import Any
 
+from hypic.ports import free_ports
+
 _CONV_DTYPE = "SGLANG_MAMBA_CONV_DTYPE"
 _CONV_DTYPES = {"bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
 
@@ -52,3 +54,6 @@ def fill_server_args(server_args: Any) -> None:
     for name, value in SERVER_ARGS.items():
         if getattr(server_args, name) == defaults[name]:
             setattr(server_args, name, value)
+    if server_args.nccl_port is None and server_args.dp_size == 1:
+        # SGLang takes one that the system may give to a connection before the scheduler, seconds later, binds it.
+        (server_args.nccl_port,) = free_ports(1)

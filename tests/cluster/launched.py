@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import psutil
 
-from hypic.router.launch.plan import free_ports
+from hypic.ports import free_ports
 from tests.server.serving import PATIENCE, PLUGIN, START_PATIENCE, Server
 
 WORKERS = 3

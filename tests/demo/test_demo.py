@@ -28,7 +28,8 @@ from hypic.demo.client import ChatAnswer, Step
 from hypic.demo.pages import QUESTIONS, Question, facts, is_right, load_documents, prompts
 from hypic.demo.scenario import HEAD, ORDER, TURN, Contrast, DemoResult, RequestRow
 from hypic.demo.scenario import _row as row_of
-from hypic.demo.server import ServerError, free_port, running
+from hypic.demo.server import ServerError, running
+from hypic.ports import free_ports
 from hypic.report import Report, SpanReport
 from models.task import World
 
@@ -292,7 +293,7 @@ def test_server_and_its_children_are_stopped(
 ) -> None:
     """Also a server that ignores being asked."""
     monkeypatch.setattr("hypic.demo.server.STOP_SECONDS", 0.5)
-    port, pids, before = free_port(), tmp_path / "pids", signal.getsignal(signal.SIGTERM)
+    (port,), pids, before = free_ports(1), tmp_path / "pids", signal.getsignal(signal.SIGTERM)
     command = [sys.executable, "-c", STUBBORN, str(port), str(pids)]
     with ends, running(command, port, tmp_path / "log") as server:
         server.wait_until_ready()
@@ -309,7 +310,7 @@ def test_server_and_its_children_are_stopped(
 
 
 def test_server_that_dies_shows_its_log(tmp_path: Path) -> None:
-    port = free_port()
+    (port,) = free_ports(1)
     command = [sys.executable, "-c", "import sys; sys.exit('no memory left')"]
     with (
         pytest.raises(ServerError, match=r"exit code 1(.|\n)*no memory left"),

@@ -103,6 +103,10 @@ def test_defaults_fill_only_what_the_user_left_open() -> None:
     defaults.fill_server_args(args)
     assert (args.dtype, args.max_total_tokens) == ("bfloat16", 100)
     assert (args.device, args.attention_backend) == ("cpu", "torch_native")
+    assert 10_000 <= args.nccl_port < 30_000, "not one that the system gives away"
+    port = args.nccl_port
+    defaults.fill_server_args(args)
+    assert args.nccl_port == port
 
 
 def test_environment_keeps_what_is_set() -> None:

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from hypic.cli import app
 from hypic.commands import serve
 from hypic.config import STOCK, ConfigError, HypicConfig, from_env
+from hypic.ports import free_ports, is_taken
 
 READY_SECONDS = 30
 """Promised on two idle cores. The test allows five times as much, since it may share them."""
@@ -32,6 +33,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Run the command up to the server; what it would have got: ``argv`` and the environment."""
     seen: dict[str, Any] = {}
     monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(serve, "is_taken", lambda host, port: False)
     monkeypatch.setattr(serve, "run_server", lambda argv, cpu: seen.update(argv=argv, config=from_env(os.environ)))
     return seen
 
@@ -68,6 +70,22 @@ def test_unusable_arguments_end_with_one_clear_line(line: list[str], launched: d
     assert not launched
 
 
+@pytest.mark.parametrize("command", ["serve", "launch"])
+def test_a_port_that_is_taken_is_refused_before_anything_is_loaded(
+    command: str, launched: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "is_taken", is_taken)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        result = CliRunner().invoke(app, [command, "m", "--port", port])
+        assert result.exit_code == 2
+        assert result.output.startswith(f"hypic {command}: --port {port}: another process listens there on 127.0.0.1")
+        assert CliRunner().invoke(app, [command, "m", "--host=0.0.0.0", f"--port={port}"]).exit_code == 2
+        assert not launched
+        serve.require_port(["--host", "127.0.0.2", "--port", port])
+    serve.require_port(["--port", port])
+
+
 @pytest.mark.parametrize(
     ("argv", "environ", "cpu"),
     [
@@ -102,9 +120,7 @@ def test_help_is_fast_and_imports_nothing_heavy() -> None:
 
 @contextmanager
 def server(model: Path, *flags: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     command = [sys.executable, "-m", "hypic", "serve", str(model), "--port", str(port), "--log-level", "error", *flags]
     process = subprocess.Popen(command, start_new_session=True)
     try:
@@ -124,14 +140,14 @@ def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
         return json.load(response)
 
 
-def wait_until_ready(url: str, seconds: float) -> None:
+def wait_until_ready(url: str, launcher: subprocess.Popen[bytes], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while True:
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5):
                 return
         except OSError:
-            if time.monotonic() > deadline:
+            if launcher.poll() is not None or time.monotonic() > deadline:
                 raise
             time.sleep(0.2)
 
@@ -139,7 +155,7 @@ def wait_until_ready(url: str, seconds: float) -> None:
 def test_real_server_answers_a_chat(tiny_model: Callable[[str], Path]) -> None:
     """The whole product path: our command, SGLang's server and its processes. They do not outlive a launcher that is killed."""
     with server(tiny_model("qwen3next"), "--hypic-off") as (url, launcher):
-        wait_until_ready(url, 5 * READY_SECONDS)
+        wait_until_ready(url, launcher, 5 * READY_SECONDS)
         chat = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "temperature": 0}
         answer = post(f"{url}/v1/chat/completions", chat)
         assert answer["usage"]["completion_tokens"] == 4

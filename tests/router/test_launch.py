@@ -20,7 +20,8 @@ import pytest
 
 from hypic.commands.launch import read_layout
 from hypic.config import from_env
-from hypic.router.launch.plan import LaunchError, Layout, Process, free_ports, processes
+from hypic.ports import free_ports
+from hypic.router.launch.plan import LaunchError, Layout, Process, processes
 from hypic.router.launch.supervisor import Supervisor
 from hypic.router.transport.security import Curve, curve_of, make_keys, public_key
 

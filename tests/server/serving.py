@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import httpx
 import psutil
 
-from hypic.router.launch.plan import free_ports
+from hypic.ports import free_ports
 
 PATIENCE = 60.0
 """Seconds to wait for something that takes a moment on an idle machine."""

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from hypic.engine.cluster.exchange import rank_address
 from hypic.engine.keys import artifact_key
+from hypic.ports import free_ports
 from hypic.router import messages as m
-from hypic.router.launch.plan import free_ports
 from hypic.router.transport import Peer, Receipt
 from hypic.router.transport.security import Curve, Listener, make_keys
 from hypic.router.transport.zmq_blobs import ZmqTransport

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import random
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,14 +11,13 @@ from typing import NamedTuple
 import msgspec
 
 from hypic.config import HypicConfig
+from hypic.ports import LOCAL, free_ports
 from hypic.router.transport.security import InsecureError, check_address, curve_of
 
 _FRONT_ONLY = ("--host", "--port", "--fastapi-root-path", "--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs")
 """SGLang's flags that say how the endpoint is reached: workers are reached by their router alone, on this host."""
 _WORKER_ONLY = ("--base-gpu-id", "--gpu-id-step", "--nccl-port", "--dist-init-addr", "--nnodes", "--node-rank")
 _TP_FLAGS = ("--tp", "--tp-size", "--tensor-parallel-size")
-LOCAL = "127.0.0.1"
-_FIRST_PORT = 10_000
 
 
 class LaunchError(RuntimeError):
@@ -155,22 +151,6 @@ def common_env(layout: Layout, environ: Mapping[str, str]) -> dict[str, str]:
 def status_file(folder: Path) -> Path:
     """Where the launcher writes for the front what it knows of the workers' processes."""
     return folder / "processes.json"
-
-
-def free_ports(n: int) -> list[int]:
-    """Ports of this host that nobody listens on, all different.
-
-    They are below those that the system gives to connections by itself, which could take one before it is bound.
-    """
-    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    ports: list[int] = []
-    for port in random.SystemRandom().sample(range(_FIRST_PORT, max(first, _FIRST_PORT + 1000)), k=1000):
-        if len(ports) == n:
-            break
-        with socket.socket() as s, contextlib.suppress(OSError):
-            s.bind((LOCAL, port))
-            ports.append(port)
-    return ports
 
 
 def _value(argv: Sequence[str], flag: str) -> str | None:

@@ -16,8 +16,9 @@ from typing import Any
 
 import psutil
 
+from hypic.ports import LOCAL, free_ports
 from hypic.processes import terminable
-from hypic.router.launch.plan import LOCAL, LaunchError, free_ports
+from hypic.router.launch.plan import LaunchError
 from hypic.router.launch.supervisor import get_json
 
 STOP_SECONDS = 30.0

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
+
+import psutil
+
+STOP_SECONDS = 30.0
 
 
 @contextmanager
@@ -23,6 +30,23 @@ def terminable(*signals: signal.Signals) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def end(processes: Sequence[subprocess.Popen[Any]], seconds: float = STOP_SECONDS) -> None:
+    """SIGTERM, and for what does not end in time, SIGKILL, with all that it started."""
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            for one in (*psutil.Process(process.pid).children(recursive=True), process):
+                try:
+                    one.kill()
+                except psutil.NoSuchProcess:
+                    continue
+            process.wait()
 
 
 def _leave(number: int, _: object) -> None:

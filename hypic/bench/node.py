@@ -43,7 +43,8 @@ from hypic.commands.serve import flag_value, timed_argv, wants_cpu
 from hypic.config import from_env
 from hypic.platform_cpu import CPU_MODE
 from hypic.platform_cpu.defaults import set_environment
-from hypic.router.launch.running import end, log_end, running
+from hypic.processes import end
+from hypic.router.launch.running import log_end, running
 from hypic.router.launch.stock import stock_servers
 from hypic.traces.engines import cluster_target, prefix_target, read_engine, settings
 from hypic.traces.figures import Slo

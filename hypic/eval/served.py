@@ -26,6 +26,7 @@ from hypic.eval.methods import CLOSED_BOOK, FULL, PREFIX, Method
 from hypic.eval.prompt import Codec, Prompt, cut
 from hypic.eval.tasks import Done, Task, as_prefix, kl_and_agreement, linked, outcome
 from hypic.method import LEGOLINK_0, SEAM
+from hypic.processes import end
 
 WHOLE_VOCABULARY = 8192
 """Tokens up to which KL is over all of them."""
@@ -213,9 +214,10 @@ class Served:
                     self._say(line.rstrip())
             code = child.wait()
         finally:
-            if child.poll() is None:
-                child.terminate()
-                child.wait()
+            if child.poll() is None:  # whoever wanted the replies has left; nobody reads what the child still writes
+                assert child.stdout is not None
+                child.stdout.close()
+                end([child])
         if count < len(asks):
             raise ServedError(
                 f"the engine for {name!r} ended with exit code {code} after {count} of {len(asks)} answers; its log is above "

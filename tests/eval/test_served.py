@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -14,7 +17,7 @@ from hypic.eval.items import Item, Outcome, Piece
 from hypic.eval.methods import choose
 from hypic.eval.prompt import Codec
 from hypic.eval.reference import Model
-from hypic.eval.served import Served, compare, with_rest
+from hypic.eval.served import RESULT, Reply, Served, ServedError, compare, with_rest
 from hypic.eval.tasks import tasks_of
 
 
@@ -76,6 +79,29 @@ def test_the_engine_says_what_the_reference_says(name: str, linked: list[str], w
             assert 0 <= o.reused <= t.reused
     if name == "llama":
         assert [o.reused for o in found if o.method == "prefix" and o.item == "q1"] == [truth["q1", "prefix"].reused]
+
+
+def test_an_engine_whose_reply_is_refused_is_ended_however_much_it_still_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pipe is full, so that it waits for a reader, and it does not listen to SIGTERM: it had waited for us, and we for it."""
+    program, ended = tmp_path / "child", tmp_path / "ended"
+    reply = Reply(number=0, ids=(1,), cached=0, interior=0, plain=["arena_full"], rows="", seconds=0.1)
+    program.write_text(
+        f"#!{sys.executable}\nimport pathlib, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"try:\n    while True:\n        print({RESULT + msgspec.json.encode(reply).decode()!r}, flush=True)\n"
+        f"finally:\n    pathlib.Path({str(ended)!r}).touch()\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    path = tiny_models.build("llama")
+    codec = Codec(path)
+    served = Served(str(path), codec, flags={}, config=HypicConfig(), env={}, say=lambda _: None)
+    task = tasks_of(items()[:1], codec)[0]
+    began = time.monotonic()
+    with pytest.raises(ServedError, match=r"computed 1 documents of item q0 in place \(arena_full\)"):
+        list(served._linked(choose(["legolink-4"], hybrid=False)[-1], [task], {task.item.id: (reply, task)}, tmp_path))
+    assert ended.exists() and time.monotonic() - began < 20
 
 
 def test_kl_of_a_part_of_the_vocabulary_never_exceeds_that_of_all(tmp_path: Path) -> None:

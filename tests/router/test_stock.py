@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from hypic.commands.serve import flag_value
+from hypic.processes import end
 from hypic.router.launch.plan import LaunchError
-from hypic.router.launch.running import end
 from hypic.router.launch.stock import stock_servers
 
 SERVE = """

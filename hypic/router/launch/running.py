@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -12,16 +11,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-import psutil
 
 from hypic.ports import LOCAL, free_ports
-from hypic.processes import terminable
+from hypic.processes import end, terminable
 from hypic.router.launch.plan import LaunchError
 from hypic.router.launch.supervisor import get_json
-
-STOP_SECONDS = 30.0
 
 
 @contextmanager
@@ -60,23 +54,6 @@ def running(
             end([process])
     if log is None:
         shutil.rmtree(file.parent)
-
-
-def end(processes: Sequence[subprocess.Popen[Any]], seconds: float = STOP_SECONDS) -> None:
-    """SIGTERM, and for what does not end in time, SIGKILL, with all that it started."""
-    for process in processes:
-        process.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + seconds
-    for process in processes:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            for one in (*psutil.Process(process.pid).children(recursive=True), process):
-                try:
-                    one.kill()
-                except psutil.NoSuchProcess:
-                    continue
-            process.wait()
 
 
 def log_end(path: Path, size: int = 3000) -> str:

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from hypic.commands.serve import flag_value
 from hypic.ports import LOCAL, free_ports
-from hypic.processes import terminable
+from hypic.processes import end, terminable
 from hypic.router.launch.plan import LaunchError, split_tp, without
-from hypic.router.launch.running import end, log_end
+from hypic.router.launch.running import log_end
 
 _KV_HEADS = "num_key_value_heads"
 _HEADS = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -53,6 +54,15 @@ class Requests:
         """The report of a request that is answered."""
         report: dict[str, Any] = (await self._tasks[name])["meta_info"]["hypic"]
         return report
+
+    async def report_in_the_end(self, name: str, prompt: Prompt) -> dict[str, Any]:
+        """The report of the first of several requests that does not time out, named `name` 0, 1, ...: each finds the compile a
+        little further."""
+        for attempt in itertools.count():  # until the scene's own time is over
+            with suppress(HTTPException):
+                await self.send(f"{name} {attempt}", prompt)
+                return await self.report(f"{name} {attempt}")
+        raise AssertionError
 
     async def error(self, name: str) -> str:
         """What the client is told of a request that is not answered."""
@@ -144,16 +154,10 @@ def test_a_held_request_times_out_and_its_compile_stays_useful(play: Any, write:
     document = write.document(LONG)
 
     async def scene(requests: Requests) -> None:
-        for attempt in range(20):  # each finds the compile a little further
-            await requests.send(f"held {attempt}", write.prompt(5, document, 9))
-            if attempt == 0:
-                assert "waiting timeout" in await requests.error("held 0")
-            else:
-                with suppress(HTTPException):
-                    report = await requests.report(f"held {attempt}")
-                    assert outcomes(report) in (["waited"], ["hit_device"])
-                    return
-        pytest.fail("the compile never ended")
+        prompt = write.prompt(5, document, 9)
+        await requests.send("held", prompt)
+        assert "waiting timeout" in await requests.error("held")
+        assert outcomes(await requests.report_in_the_end("next", prompt)) in (["waited"], ["hit_device"])
 
     play(scene)
 
@@ -199,9 +203,15 @@ def test_clients_cannot_abort_compiles(play: Any, write: Writer) -> None:
     document = write.document(2000)
 
     async def scene(requests: Requests) -> None:
-        await requests.send("held", write.prompt(5, document, 9), waiting=1)
+        prompt = write.prompt(5, document, 9)
+        await requests.send("held", prompt, waiting=1)
         for rid in (INTERNAL_RID_PREFIX, "hypic", "h"):
             requests.engine.abort(rid)
-        assert outcomes(await requests.report("held")) == ["compiled"]
+        try:
+            assert outcomes(await requests.report("held")) == ["compiled"]
+        except (
+            HTTPException
+        ):  # a busy machine: it timed out, but its compile goes on, or the next one would have to begin anew
+            assert outcomes(await requests.report_in_the_end("next", prompt)) in (["waited"], ["hit_device"])
 
     play(scene)

@@ -11,6 +11,8 @@ from tests.cases.driving import Writer
 from tests.cluster.launched import Cluster
 
 SEGMENTS, LENGTH = 9, 512
+ANEW = {"compiled", "received"}
+"""Outcomes of cold segments, by the worker that links them and by others; which of them compile is for measured speeds to say."""
 
 
 def generate(prompt: Prompt, **fields: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from hypic.check.session import Prompt, distance
 from hypic.check.workers import Endpoint, check_p3_across
 from hypic.config import HypicConfig
 from tests.cases.driving import Writer
-from tests.cluster.asking import drained, generate, long_prompt, pinned, same_answer, segments
+from tests.cluster.asking import ANEW, drained, generate, long_prompt, pinned, same_answer, segments
 from tests.cluster.launched import Cluster, Worker
 from tests.server import requests
 from tests.server.naming import Names, chat, named, report_of
@@ -44,7 +44,7 @@ def test_a_cold_prompt_is_split_and_answered_as_by_one_worker(cluster: Cluster, 
     timeline, combine = report["router"]["timeline"], report["router"]["worker"]
     assert timeline["scattered"] and timeline["combine"] == combine
     found = segments(meta)
-    assert {s["outcome"] for s in found} == {"compiled", "received"} and meta["cached_tokens"] == 0
+    assert "received" in {s["outcome"] for s in found} <= ANEW and meta["cached_tokens"] == 0
     assert all((s["worker"] is None) == (s["outcome"] == "compiled") for s in found)
     lines = {line["id"]: line for line in timeline["segments"]}
     for s in found:
@@ -56,7 +56,7 @@ def test_a_cold_prompt_is_split_and_answered_as_by_one_worker(cluster: Cluster, 
         if s["worker"]:
             assert 0 < line["sent"] <= line["arrived"] < timeline["first_token"]
     at_work = {w: [x for x in lines.values() if x["worker"] == w] for w in {x["worker"] for x in lines.values()}}
-    assert len(at_work) > 1 and combine in at_work, "how many is for measured speeds to say"
+    assert len(at_work) > 1, "how many, and which, is for measured speeds to say"
     for _ in range(4):
         if overlap(timeline):
             break
@@ -217,7 +217,7 @@ def test_methods_of_the_clients_choice(cluster: Cluster, names: Names, text: Tex
     asked["hypic"]["method"] = "seam-24"
     answer = cluster.ask(GENERATE, asked)
     spread = segments(answer["meta_info"])
-    assert len({s["worker"] for s in spread}) > 1 and {s["outcome"] for s in spread} == {"compiled", "received"}
+    assert len({s["worker"] for s in spread}) > 1 and "received" in {s["outcome"] for s in spread} <= ANEW
     combine = cluster.worker(answer["meta_info"]["hypic"]["router"]["worker"])
     other = combine.ask(GENERATE, generate(prompt))
     assert {s["outcome"] for s in segments(other["meta_info"])} == {"compiled"}, "the default's are others"
@@ -248,7 +248,7 @@ def test_adapters_are_those_of_all_workers(
     try:
         answer = cluster.ask(GENERATE, asked)
         spread = segments(answer["meta_info"])
-        assert len({s["worker"] for s in spread}) > 1 and {s["outcome"] for s in spread} == {"compiled", "received"}
+        assert len({s["worker"] for s in spread}) > 1 and "received" in {s["outcome"] for s in spread} <= ANEW
         assert answer["output_ids"] != base["output_ids"]
         cluster.http.post("/flush_cache", params={"timeout": 10}).raise_for_status()
         for name in cluster.alive():
@@ -266,7 +266,7 @@ def test_adapters_are_those_of_all_workers(
     cluster.ask("/load_lora_adapter", {"lora_name": "a", "lora_path": str(namesake)})
     try:
         renewed = cluster.ask(GENERATE, asked)
-        assert {s["outcome"] for s in segments(renewed["meta_info"])} == {"compiled", "received"}
+        assert {s["outcome"] for s in segments(renewed["meta_info"])} <= ANEW
         assert renewed["output_ids"] != answer["output_ids"]
         cluster.http.post("/flush_cache", params={"timeout": 10}).raise_for_status()
         same_answer(renewed, cluster.worker("w0").ask(GENERATE, asked))

@@ -41,13 +41,15 @@ def _are_methods(names: str) -> bool:
         return False
 
 
+STATE_DTYPES = ("auto", "float32", "bfloat16", "int8")
+
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "seam_window": (lambda n: n >= 1, "must be at least 1 token"),
     "methods": (_are_methods, "write seam, seam-N with a seam window N, legolink-0, or several with commas, each once"),
     "min_segment": (lambda n: n >= 0, "must not be negative"),
     "attention": (lambda way: way in ("auto", "seam", "expanded"), "write auto, seam or expanded"),
     "memory": (lambda n: n >= 0, "must not be negative"),
-    "state_dtype": (lambda name: name in ("auto", "float32", "bfloat16"), "write auto, float32 or bfloat16"),
+    "state_dtype": (lambda name: name in STATE_DTYPES, "write auto, float32, bfloat16 or int8"),
     "segment_memory": (lambda n: n >= 0, "must not be negative"),
     "pin_percent": (lambda n: 0 <= n <= 90, "write 0 to 90: what is not pinned needs room, too"),
     "router": (lambda a: not a or a.startswith(("ipc://", "tcp://")), "write ipc:///PATH or tcp://HOST:PORT"),
@@ -72,7 +74,7 @@ class HypicConfig(msgspec.Struct, frozen=True, kw_only=True):
         separator: cut prompts at this string without a per-request opt-in (clients of the official fork); "" is off.
         start_check: prove relocation and composition on the loaded model before serving.
         attention: full attention of linked rows: "seam" (our kernel), "expanded" (the backend's), or "auto".
-        state_dtype: of T and S in artifacts: "float32", "bfloat16", or "auto" (:func:`artifact_state_dtype`).
+        state_dtype: of S and T in artifacts, one of STATE_DTYPES (:func:`artifact_dtypes`).
         segment_memory: bytes that the tokens of segments with an id may take; more are refused.
         pin_percent: share of the arena that pinned segments may take.
         force_link: link segments however short they are (their artifact may be empty); for checks only.
@@ -122,15 +124,16 @@ class HypicConfig(msgspec.Struct, frozen=True, kw_only=True):
         return out
 
 
-def artifact_state_dtype(setting: str, model: str) -> str:
-    """The type of T and S for the setting and the model's type: "auto" takes float32 for float32, else bfloat16.
+def artifact_dtypes(setting: str, model: str) -> tuple[str, str]:
+    """The types of S and of a dense T for the setting and the model's type.
 
+    "auto" takes float32 for float32, else bfloat16; "int8" is for T, in rows with a scale each, beside S in bfloat16.
     Rounding both to bfloat16 (u = 2^-8) changes a join h T + S by at most u (|h T| + |S|). T is a product of contractions, so
     errors of earlier joins do not grow: after n joins they add up to at most u times the sum of those norms (docs/SEMANTICS.md).
     """
     if setting == "auto":
-        return "float32" if model == "float32" else "bfloat16"
-    return setting
+        setting = "float32" if model == "float32" else "bfloat16"
+    return ("bfloat16", "int8") if setting == "int8" else (setting, setting)
 
 
 def parse_bytes(text: str) -> int:

@@ -1,8 +1,9 @@
 """How an artifact lies in its blob: a self-describing header, then the payload that kernels read.
 
     header    magic, format version, length, msgpack fields (what the artifact is a function of, and its tokens)
-    T         [linear layer][head][d_k][d_k]              transition operators, in the state type; where they are one
-                                                          decay per head: its logarithm, [linear layer][head] in fp32
+    T         [linear layer][head][d_k][d_k]              transition operators, in the state type or in int8 with scales in
+                                                          front (kernels/operators.py); where they are one decay per
+                                                          head: its logarithm, [linear layer][head] in fp32
     S         [linear layer][head][d_v][d_k]              zero-start end-states, SGLang's [value, key] layout, likewise
     conv      [linear layer][channel][K-1]                conv window at the segment's end, in the order of SGLang's pool,
                                                           which has it as [K-1][channel] where `columns_first` says so
@@ -23,8 +24,9 @@ import msgspec
 import torch
 
 from hypic.artifact.arena import align
+from hypic.kernels.operators import operator_bytes, read_operator
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MAGIC = b"hypicart"
 _PREFIX = struct.Struct("<8sII")
 
@@ -45,12 +47,14 @@ class LinearShape(msgspec.Struct, frozen=True):
     """K - 1 inputs."""
     conv_dtype: str
     state_dtype: str = "float32"
-    """Of S, and of a dense T."""
+    """Of S, and of a dense T that has no type of its own."""
     family: str = "gdn"
     """A module of hypic.engine.families."""
     operator: Operator = "dense"
     columns_first: bool = False
     """Whether a conv window lies as [K-1][channel]."""
+    operator_dtype: str = ""
+    """Of a dense T, if it is not that of S: "int8"."""
 
     @property
     def window(self) -> tuple[int, int]:
@@ -58,12 +62,22 @@ class LinearShape(msgspec.Struct, frozen=True):
         size = self.conv_channels, self.conv_width
         return size[::-1] if self.columns_first else size
 
+    def with_operators_in(self, dtype: str) -> LinearShape:
+        """The same layers with T in this type, where T is a matrix."""
+        other = self.operator == "dense" and dtype != self.state_dtype
+        return msgspec.structs.replace(self, operator_dtype=dtype if other else "")
+
     @property
-    def transition(self) -> tuple[tuple[int, ...], str]:
-        """Shape and type of the operators of a layer."""
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """Of S, and of a dense T."""
+        return getattr(torch, self.state_dtype), getattr(torch, self.operator_dtype or self.state_dtype)
+
+    @property
+    def transition_bytes(self) -> int:
+        """Of the operators of a layer."""
         if self.operator == "log_decay":
-            return (self.heads,), "float32"
-        return (self.heads, self.d_k, self.d_k), self.state_dtype
+            return self.heads * torch.float32.itemsize
+        return operator_bytes(self.heads, self.d_k, self.dtypes[1])
 
 
 class FullShape(msgspec.Struct, frozen=True):
@@ -146,8 +160,7 @@ class ArtifactLayout:
         if linear is not None:
             n = len(linear.layer_ids)
             state = _itemsize(linear.state_dtype)
-            shape, dtype = linear.transition
-            self.t_layer = math.prod(shape) * _itemsize(dtype)
+            self.t_layer = linear.transition_bytes
             self.s_layer = linear.heads * linear.d_v * linear.d_k * state
             self.conv_layer = linear.conv_channels * linear.conv_width * _itemsize(linear.conv_dtype)
         self._t = 0
@@ -175,18 +188,25 @@ class ArtifactLayout:
         """Views of a payload (uint8, `payload_bytes(interior_tokens)` long).
 
         Returns:
-            "T" [layer, head, d_k, d_k] or [layer, head], "S" [layer, head, d_v, d_k], "conv" [layer, channel, K-1] where
-            there are linear layers ("conv" where they convolve); "K" [layer, n, head, d_k], "V" [layer, n, head, d_v]
-            where there are full-attention layers (no V of latent ones) and n > 0.
+            "T" [layer, head, d_k, d_k] (a copy in fp32 where it lies in int8) or [layer, head], "S" [layer, head, d_v, d_k],
+            "conv" [layer, channel, K-1] where there are linear layers ("conv" where they convolve); "K" [layer, n, head,
+            d_k], "V" [layer, n, head, d_v] where there are full-attention layers (no V of latent ones) and n > 0.
         """
-        out = {}
+        out: dict[str, torch.Tensor] = {}
         if (lin := self.linear) is not None:
-            layers = len(lin.layer_ids)
-            for name, offset, part, kind in (
-                ("T", self._t, *lin.transition),
-                ("S", self._s, (lin.heads, lin.d_v, lin.d_k), lin.state_dtype),
-                ("conv", self._conv, lin.window, lin.conv_dtype),
-            ):
+            layers, heads, state = len(lin.layer_ids), lin.heads, lin.state_dtype
+            regions = {
+                "S": (self._s, (heads, lin.d_v, lin.d_k), state),
+                "conv": (self._conv, lin.window, lin.conv_dtype),
+            }
+            if lin.operator == "log_decay":
+                regions["T"] = self._t, (heads,), "float32"
+            elif not lin.operator_dtype:
+                regions["T"] = self._t, (heads, lin.d_k, lin.d_k), state
+            else:
+                starts = range(self._t, self._t + layers * self.t_layer, self.t_layer)
+                out["T"] = torch.stack([read_operator(payload, t, heads, lin.d_k, lin.dtypes[1]) for t in starts])
+            for name, (offset, part, kind) in regions.items():
                 shape, dtype = (layers, *part), getattr(torch, kind)
                 nbytes = math.prod(shape) * dtype.itemsize
                 if not nbytes:  # no convolution

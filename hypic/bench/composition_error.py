@@ -23,6 +23,7 @@ from hypic.bench.dummy import HORIZON, set_decays
 from hypic.bench.gdn_kernels import random_gdn
 from hypic.bench.result import Timing
 from hypic.bench.suites import COMPOSITION
+from hypic.config import artifact_dtypes
 from hypic.engine.batch import CompileRow
 from hypic.engine.families.base import Memory
 from hypic.engine.families.gdn import GdnLayer
@@ -56,8 +57,9 @@ def composition_errors(bench: Bench, linear: LinearShape) -> Iterator[Timing]:
     yield case("stock: all tokens in one run of its kernel", trial.stock())
     ways = [(bench.solved, "")] + [(False, ", T of kernels of our own")] * bench.solved
     for solved, how in ways:
-        for dtype in ("bfloat16", "float32"):
-            yield case(f"joined: T and S in {dtype}{how}", trial.joined(dtype, solved))
+        for setting in ("int8", "bfloat16", "float32"):
+            types = "T in int8, S in bfloat16" if setting == "int8" else f"T and S in {setting}"
+            yield case(f"joined: {types}{how}", trial.joined(setting, solved))
 
 
 class Trial:
@@ -94,9 +96,11 @@ class Trial:
         """SGLang's kernel over all tokens."""
         return self._native(0, len(self.inputs[0]), False)[0]
 
-    def joined(self, state_dtype: str, solved: bool) -> Tensor:
-        """Every segment compiled by itself, then seams and artifacts in one chain."""
-        shape = msgspec.structs.replace(self.linear, layer_ids=(0,), state_dtype=state_dtype)
+    def joined(self, setting: str, solved: bool) -> Tensor:
+        """Every segment compiled by itself, then seams and artifacts in one chain; ``setting``: as --hypic-state-dtype has it."""
+        of_s, of_t = artifact_dtypes(setting, "bfloat16")
+        shape = msgspec.structs.replace(self.linear, layer_ids=(0,), state_dtype=of_s).with_operators_in(of_t)
+        state_dtype, operator_dtype = shape.dtypes
         one, layer = ArtifactLayout(shape, None), GdnLayer(self.parameters)
         size = one.payload_bytes(0)
         conv = torch.zeros(2, *shape.window, dtype=getattr(torch, shape.conv_dtype), device=self.device)
@@ -107,7 +111,8 @@ class Trial:
             t_off=one.t_offset(0),
             s_off=one.s_offset(0),
             c_off=one.conv_offset(0),
-            state_dtype=getattr(torch, state_dtype),
+            state_dtype=state_dtype,
+            operator_dtype=operator_dtype,
         )
         x = self.inputs[0]
         out = torch.empty(len(x), shape.heads, shape.d_v, dtype=x.dtype, device=self.device)

@@ -63,9 +63,9 @@ def gdn_compile_cases(bench: Bench, linear: LinearShape) -> Iterator[Timing]:
     parameters["A_log"] -= 8.0
     conv = bench.randn(n, linear.conv_channels, linear.conv_width, dtype=getattr(torch, linear.conv_dtype))
     plan, seams, due = compile_plans(bench, linear, n, length)
-    where: dict[str, Any] = {
-        "arena": bench.arena(n), "t_off": bench.layout.t_offset(layer), "state_dtype": getattr(torch, linear.state_dtype)
-    }  # fmt: skip
+    where: dict[str, Any] = {"arena": bench.arena(n), "t_off": bench.layout.t_offset(layer)}
+    state_dtype, operator_dtype = linear.dtypes
+    of_t = {**where, "operator_dtype": operator_dtype}
 
     def keys() -> tuple[Tensor, Tensor, Tensor]:
         return gdn_keys(x, a, b, conv_pool=conv, plan=plan, **parameters)
@@ -74,7 +74,7 @@ def gdn_compile_cases(bench: Bench, linear: LinearShape) -> Iterator[Timing]:
     k, g, beta = keys()
     scratch = TransitionScratch.of(plan, k, g)
     yield bench.timing(
-        "compile: T, one layer", lambda: gdn_transition(k, g, beta, plan=plan, scratch=scratch, **where), **shape
+        "compile: T, one layer", lambda: gdn_transition(k, g, beta, plan=plan, scratch=scratch, **of_t), **shape
     )
     if bench.solved:
         chunks = _random_chunks(bench, linear, n * length)
@@ -88,13 +88,13 @@ def gdn_compile_cases(bench: Bench, linear: LinearShape) -> Iterator[Timing]:
         )
         yield bench.timing(
             "compile: T out of SGLang's pass, one layer",
-            lambda: gdn_transition_solved(chunks, plan=rows, **where),
+            lambda: gdn_transition_solved(chunks, plan=rows, **of_t),
             **shape,
         )
     out = torch.empty(n * length, linear.heads, linear.d_v, dtype=bench.dtype, device=bench.device)
     seam_states, ends = (bench.randn(n, linear.heads, linear.d_v, linear.d_k, dtype=torch.float32) for _ in range(2))
     chain = torch.empty(chain_scratch(seams, linear.conv_channels, linear.heads), device=bench.device)
-    where["s_off"] = bench.layout.s_offset(layer)
+    where |= {"s_off": bench.layout.s_offset(layer), "state_dtype": state_dtype, "operator_dtype": operator_dtype}
     yield bench.timing(
         "compile: states after the seams, one layer",
         lambda: gdn_chain(

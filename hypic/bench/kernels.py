@@ -27,6 +27,7 @@ from hypic.bench.result import EngineRun, Timing
 from hypic.bench.suites import Plan
 from hypic.config import HypicConfig
 from hypic.kernels.gdn_chain import ChainItem, ChainPlan, chain_scratch, gdn_chain
+from hypic.kernels.operators import write_operator
 from hypic.kernels.relocate import InteriorPlan, capture_interiors, relocate_interiors
 from hypic.kernels.seam_attention import SeamPlan, seam_attention
 from hypic.kernels.seam_plan import SeamShape
@@ -74,6 +75,10 @@ class Bench:
         blob = torch.zeros(self.stride, dtype=torch.uint8, device=self.device)
         for part in self.layout.parts(blob, self.interior).values():
             part.copy_(0.02 * self.randn(*part.shape))
+        if (linear := self.layout.linear) is not None and linear.operator_dtype:  # what parts gave is a copy
+            for layer in linear.layer_ids:
+                t = 0.02 * self.randn(linear.heads, linear.d_k, linear.d_k, dtype=torch.float32)
+                write_operator(t, blob, self.layout.t_offset(layer), linear.dtypes[1])
         return blob.repeat(segments)
 
     def compiled(self, linear: LinearShape) -> tuple[int, int, dict[str, int]]:
@@ -152,12 +157,12 @@ class Bench:
             "s_off": self.layout.s_offset(layer),
             "c_off": self.layout.conv_offset(layer),
         }
-        state = getattr(torch, linear.state_dtype)
+        state_dtype, operator_dtype = linear.dtypes
         yield self.timing(
             "link: chain, one layer",
             lambda: gdn_chain(
                 x, a, b, **parameters, conv_pool=conv, ssm_pool=ssm, arena=arena, **offsets, plan=plan, out=out,
-                state_dtype=state, scratch=scratch,
+                state_dtype=state_dtype, operator_dtype=operator_dtype, scratch=scratch,
             ),
             segments=work.segments,
             tokens=tokens,
@@ -254,7 +259,8 @@ def run(plan: Plan, config: HypicConfig, argv: list[str]) -> Iterator[EngineRun]
     solved = layout.linear is not None and solves(layout.linear, server_args, model.dtype, device)
     bench = Bench(layout, heads, model.dtype, plan, device, chunk, solved)
     settings = {
-        "dtype": str(model.dtype), "state_dtype": layout.linear and layout.linear.state_dtype, "device": device,
+        "dtype": str(model.dtype), "state_dtype": layout.linear and layout.linear.state_dtype,
+        "operator_dtype": layout.linear and (layout.linear.operator_dtype or layout.linear.state_dtype), "device": device,
         "chunk": chunk, "T": "out of SGLang's pass" if solved else "of kernels of our own",
     }  # fmt: skip
     found = EngineRun(name="kernels", flags=argv, settings=settings, start_seconds=0.0, timings=[])

@@ -87,6 +87,7 @@ def chain_case(bench: Bench, linear: LinearShape, items: list[ChainItem], tokens
 def _memory(bench: Bench, linear: LinearShape, segments: int) -> Memory:
     """Pools of a slot for each segment, and an arena of as many blobs."""
     layer = linear.layer_ids[0]
+    state_dtype, operator_dtype = linear.dtypes
     conv = bench.randn(segments, *linear.window, dtype=getattr(torch, linear.conv_dtype))
     return Memory(
         conv=conv if linear.conv_width else None,
@@ -95,5 +96,6 @@ def _memory(bench: Bench, linear: LinearShape, segments: int) -> Memory:
         t_off=bench.layout.t_offset(layer),
         s_off=bench.layout.s_offset(layer),
         c_off=bench.layout.conv_offset(layer),
-        state_dtype=getattr(torch, linear.state_dtype),
+        state_dtype=state_dtype,
+        operator_dtype=operator_dtype,
     )

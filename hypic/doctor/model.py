@@ -13,7 +13,7 @@ from typing import Any
 
 from hypic.artifact.arena import align
 from hypic.artifact.layout import ArtifactLayout, FullShape, Header, encode_header, token_bytes
-from hypic.config import HypicConfig, artifact_state_dtype
+from hypic.config import HypicConfig, artifact_dtypes
 from hypic.doctor.findings import LayerFamily, ModelFinding, SegmentSize
 from hypic.engine.families import family, family_of_config
 from hypic.engine.memory import CPU_ARENA_BYTES, GPU_ARENA_SHARE, arena_of, estimated
@@ -118,6 +118,7 @@ def read_layout(model: Any, server_args: Any, state_dtype: str) -> ArtifactLayou
     tp, linear = server_args.tp_size, None
     layers = range(model.num_hidden_layers)
     if (found := family_of_config(model)) is not None:
+        of_s, of_t = artifact_dtypes(state_dtype, str(model.dtype).removeprefix("torch."))
         hybrid = found.config(model)
         assert hybrid is not None
         with get_parallel().override(attn_tp_size=tp):
@@ -127,8 +128,8 @@ def read_layout(model: Any, server_args: Any, state_dtype: str) -> ArtifactLayou
             [tuple(conv) for conv in params.shape.conv],
             tuple(params.shape.temporal),
             str(params.dtype.conv).removeprefix("torch."),
-            artifact_state_dtype(state_dtype, str(model.dtype).removeprefix("torch.")),
-        )
+            of_s,
+        ).with_operators_in(of_t)
         layers = hybrid.full_attention_layer_ids
     latent = model.attention_arch == AttentionArch.MLA
     full = FullShape(

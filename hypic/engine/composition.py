@@ -67,7 +67,7 @@ def _layer_error(layer: LinearLayer, shape: LinearShape, start: int) -> float:
     """Of a segment that begins at position ``start``, behind _PREFIX tokens."""
     device, segment = layer.device, _SEAM + _INTERIOR
     total = _PREFIX + segment + _QUERY
-    one = ArtifactLayout(msgspec.structs.replace(shape, layer_ids=(0,), state_dtype="float32"), None)
+    one = ArtifactLayout(msgspec.structs.replace(shape, layer_ids=(0,), state_dtype="float32", operator_dtype=""), None)
     assert one.linear is not None
     generator = torch.Generator().manual_seed(0)
     conv_dtype = getattr(torch, shape.conv_dtype)

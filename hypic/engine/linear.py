@@ -153,6 +153,7 @@ class LinkedLinear:
         runtime, layout = self.hypic_runtime, self.hypic_runtime.layout
         cache = self.req_to_token_pool.mamba2_layer_cache(layer_id)  # type: ignore[attr-defined]
         assert layout.linear is not None
+        state_dtype, operator_dtype = layout.linear.dtypes
         return Memory(
             conv=cache.conv[0] if cache.conv else None,
             state=cache.temporal,
@@ -160,5 +161,6 @@ class LinkedLinear:
             t_off=layout.t_offset(layer_id),
             s_off=layout.s_offset(layer_id),
             c_off=layout.conv_offset(layer_id),
-            state_dtype=getattr(torch, layout.linear.state_dtype),
+            state_dtype=state_dtype,
+            operator_dtype=operator_dtype,
         )

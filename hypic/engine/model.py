@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hypic.artifact.layout import ArtifactLayout, FullShape, LinearShape
-from hypic.config import artifact_state_dtype
+from hypic.config import artifact_dtypes
 from hypic.engine.families import family, family_of_backend, known_families
 from hypic.engine.latent import backend_problem
 from hypic.engine.relocation import CannotRelocate, Rotary, find_rotary
@@ -24,7 +24,7 @@ def read_layout(model_runner: Any, state_dtype: str) -> ArtifactLayout:
         raise cannot_serve(config.model_path, config.hf_config.architectures[0], [str(e)]) from None
 
 
-def _linear_shape(model_runner: Any, backend: Any, state_dtype: str) -> LinearShape | None:
+def _linear_shape(model_runner: Any, backend: Any, setting: str) -> LinearShape | None:
     from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 
     if not isinstance(backend, HybridLinearAttnBackend):
@@ -35,14 +35,12 @@ def _linear_shape(model_runner: Any, backend: Any, state_dtype: str) -> LinearSh
     pool = model_runner.req_to_token_pool
     if pool.mamba_ckpt_pool is not None:
         raise Unsupported("int8 state checkpoints: rounding in the radix tree is not proven")
-    state_dtype = artifact_state_dtype(state_dtype, _name(model_runner.dtype))
+    state_dtype, operator_dtype = artifact_dtypes(setting, _name(model_runner.dtype))
     if state_dtype != "float32" and model_runner.dtype == torch.float32:
-        raise Unsupported(
-            f"--hypic-state-dtype {state_dtype} with a model in float32: leave it out, or serve in bfloat16"
-        )
+        raise Unsupported(f"--hypic-state-dtype {setting} with a model in float32: leave it out, or serve in bfloat16")
     cache = pool.mamba_pool.mamba_cache
     try:
-        return found.shape(
+        shape = found.shape(
             tuple(pool.mamba_map),
             [tuple(conv.shape[2:]) for conv in cache.conv],
             tuple(cache.temporal.shape[2:]),
@@ -51,6 +49,7 @@ def _linear_shape(model_runner: Any, backend: Any, state_dtype: str) -> LinearSh
         )
     except ValueError as e:
         raise Unsupported(str(e)) from None
+    return shape.with_operators_in(operator_dtype)
 
 
 def _full_shape(model_runner: Any, backend: Any) -> FullShape | None:

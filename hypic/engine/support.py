@@ -108,7 +108,7 @@ def check_methods(config: HypicConfig, hybrid: bool) -> None:
 def check_server_args(args: Any, config: HypicConfig) -> None:
     """Raise Unsupported naming every flag that does not go with hypic, with its reason."""
     state_dtype = config.state_dtype
-    if state_dtype == "bfloat16" and args.dtype == "float32":
+    if state_dtype in ("bfloat16", "int8") and args.dtype == "float32":
         raise Unsupported(
             f"--hypic-state-dtype {state_dtype} with a model in float32: leave it out, or serve in bfloat16"
         )

@@ -19,6 +19,7 @@ from hypic.kernels.gdn_inputs import (
     launch_inputs,
     split_heads_torch,
 )
+from hypic.kernels.operators import apply_operator, read_operator, triton_operator
 from hypic.kernels.wy import delta_rule
 
 __all__ = ["NO_ARTIFACT", "ChainItem", "ChainPlan", "chain_scratch", "gdn_chain"]
@@ -47,6 +48,7 @@ def gdn_chain(
     plan: ChainPlan,
     out: Tensor,
     state_dtype: torch.dtype = torch.float32,
+    operator_dtype: torch.dtype | None = None,
     scratch: Tensor | None = None,
     precision: Precision = "tf32",
     impl: Impl | None = None,
@@ -64,8 +66,9 @@ def gdn_chain(
             [HV]. With a gate per channel (dt_bias [HV, K]) other a and b, see gdn_inputs.GdnLayer.
         conv_pool: [slots, D, W-1], any float type; a slot contiguous, or its transpose.
         ssm_pool: [slots, HV, V, K], fp32 or bf16.
-        arena: uint8 [bytes]. t_off, s_off, c_off: byte offsets inside a blob of this layer's T [HV, K, K] and
+        arena: uint8 [bytes]. t_off, s_off, c_off: byte offsets inside a blob of this layer's T [HV, K, K],
             S [HV, V, K] in state_dtype (fp32 or bf16), and conv tail [D, W-1] as a slot of conv_pool lies.
+        operator_dtype: of T, see hypic.kernels.operators; None: state_dtype.
         out: [T, HV, V]; only the rows of run tokens are written.
         scratch: fp32 [>= chain_scratch(plan, D, HV, gates)], free to share between layers of one stream; None: allocated.
         precision: of h T in the Triton kernel.
@@ -79,13 +82,11 @@ def gdn_chain(
     layer.check(x, conv_pool)
     if tuple(ssm_pool.shape[1:]) != (num_v_heads, head_v_dim, head_k_dim):
         raise ValueError(f"ssm_pool {tuple(ssm_pool.shape)} is not [slots, {num_v_heads}, {head_v_dim}, {head_k_dim}]")
-    offsets = t_off, s_off, c_off
+    offsets, dtypes = (t_off, s_off, c_off), (state_dtype, operator_dtype or state_dtype)
     if pick_impl(impl, x) == "triton":
-        _gdn_chain_triton(
-            layer, x, a, b, conv_pool, ssm_pool, arena, offsets, plan, out, state_dtype, scratch, precision
-        )
+        _gdn_chain_triton(layer, x, a, b, conv_pool, ssm_pool, arena, offsets, plan, out, dtypes, scratch, precision)
     else:
-        _gdn_chain_torch(layer, x, a, b, conv_pool, ssm_pool, arena, offsets, plan, out, state_dtype)
+        _gdn_chain_torch(layer, x, a, b, conv_pool, ssm_pool, arena, offsets, plan, out, dtypes)
 
 
 def chain_scratch(plan: ChainPlan, dim: int, num_v_heads: int, gates: int | None = None) -> int:
@@ -107,9 +108,9 @@ def _gdn_chain_torch(
     offsets: tuple[int, int, int],
     plan: ChainPlan,
     out: Tensor,
-    state_dtype: torch.dtype,
+    dtypes: tuple[torch.dtype, torch.dtype],
 ) -> None:
-    t_off, s_off, c_off = offsets
+    (t_off, s_off, c_off), (state_dtype, operator_dtype) = offsets, dtypes
     hv, dk, dv = layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
     group = hv // layer.num_k_heads
     windows, states = conv_pool[plan.slot].float(), ssm_pool[plan.slot].float()
@@ -133,9 +134,9 @@ def _gdn_chain_torch(
                 out[item.tok : item.tok + item.length] = o.transpose(0, 1).to(out.dtype)
                 done += item.length
             if item.art != NO_ARTIFACT:
-                t = blob_view(arena, item.art + t_off, (hv, dk, dk), state_dtype)
+                t = read_operator(arena, item.art + t_off, hv, dk, operator_dtype)
                 s = blob_view(arena, item.art + s_off, (hv, dv, dk), state_dtype)
-                h = h @ t.float() + s.float()
+                h = h @ t + s.float()
         states[r] = h
     conv_pool[plan.slot] = windows.to(conv_pool.dtype)
     ssm_pool[plan.slot] = states.to(ssm_pool.dtype)
@@ -155,12 +156,12 @@ def _gdn_chain_triton(
     offsets: tuple[int, int, int],
     plan: ChainPlan,
     out: Tensor,
-    state_dtype: torch.dtype,
+    dtypes: tuple[torch.dtype, torch.dtype],
     scratch: Tensor | None,
     precision: Precision,
 ) -> None:
     require_triton(x)
-    t_off, s_off, c_off = offsets
+    (t_off, s_off, c_off), (state_dtype, operator_dtype) = offsets, dtypes
     hk, hv, dk, dv = layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
     rows, bk, bv = len(plan.slot), block(dk), min(block(dv), 32)
     if bk > 128:
@@ -200,8 +201,8 @@ def _gdn_chain_triton(
         conv_pool.stride(0),
         ssm_pool.stride(0),
         out.stride(0),
-        t_off // state_dtype.itemsize,
-        s_off // state_dtype.itemsize,
+        t_off,
+        s_off,
         c_off // conv_pool.element_size(),
         HK=hk,
         HV=hv,
@@ -211,7 +212,7 @@ def _gdn_chain_triton(
         BACK=layer.width - 1,
         ITEM_BYTES=conv_pool.element_size(),
         STATE=triton_dtype(state_dtype),
-        STATE_BYTES=state_dtype.itemsize,
+        OPERATOR=triton_operator(operator_dtype),
         BK=bk,
         BV=bv,
         BC=block(-(-layer.dim // (hv * blocks))),
@@ -258,7 +259,7 @@ def _chain_kernel(
     BACK: tl.constexpr,
     ITEM_BYTES: tl.constexpr,
     STATE: tl.constexpr,
-    STATE_BYTES: tl.constexpr,
+    OPERATOR: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     BC: tl.constexpr,
@@ -274,9 +275,8 @@ def _chain_kernel(
     ok_k, ok_v = dk < DK, dv < DV
     ok_h = ok_v[:, None] & ok_k[None, :]
     slot = tl.load(slots + row)
-    state = ssm_pool + slot * ssm_stride + (hv * DV + dv[:, None]) * DK + dk[None, :]
-    t_rows = arena.to(tl.pointer_type(STATE)) + t_off + (hv * DK + dk[:, None]) * DK + dk[None, :]
-    s_rows = arena.to(tl.pointer_type(STATE)) + s_off + (hv * DV + dv[:, None]) * DK + dk[None, :]
+    in_s = (hv * DV + dv[:, None]) * DK + dk[None, :]
+    state = ssm_pool + slot * ssm_stride + in_s
 
     h = tl.load(state, mask=ok_h & (tl.load(fresh + row) == 0), other=0.0).to(tl.float32)
     for item in range(tl.load(row_ptr + row), tl.load(row_ptr + row + 1)):
@@ -297,10 +297,9 @@ def _chain_kernel(
             tl.store(out + (token + t) * out_stride + hv * DV + dv, o.to(out.dtype.element_ty), mask=ok_v)
         artifact = tl.load(item_art + item)
         if artifact >= 0:
-            blob = tl.multiple_of(artifact // STATE_BYTES, 16 // STATE_BYTES)
-            operator = tl.load(t_rows + blob, mask=ok_k[:, None] & ok_k[None, :], other=0.0).to(tl.float32)
-            end_state = tl.load(s_rows + blob, mask=ok_h, other=0.0).to(tl.float32)
-            h = tl.dot(h, operator, end_state, input_precision=PRECISION)
+            blob = arena + tl.multiple_of(artifact, 16)
+            end_state = tl.load((blob + s_off).to(tl.pointer_type(STATE)) + in_s, mask=ok_h, other=0.0).to(tl.float32)
+            h = apply_operator(h, end_state, blob + t_off, hv, dk, HV, DK, OPERATOR, PRECISION)
     tl.store(state, h.to(ssm_pool.dtype.element_ty), mask=ok_h)
 
     # Each program also moves its share of the channels to the window at the row's end.

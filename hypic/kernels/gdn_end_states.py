@@ -15,6 +15,7 @@ from torch import Tensor
 from hypic.kernels._common import Impl, blob_view, pick_impl
 from hypic.kernels._triton import Precision, block, constexpr, jit, require_triton, tl, triton_dtype
 from hypic.kernels.compile_plans import IN_BLOB, NO_STATE, EndStatesPlan
+from hypic.kernels.operators import apply_operator, read_operator, triton_operator
 
 __all__ = ["IN_BLOB", "NO_STATE", "EndStatesPlan", "gdn_end_states"]
 
@@ -30,6 +31,7 @@ def gdn_end_states(
     s_off: int,
     plan: EndStatesPlan,
     state_dtype: torch.dtype = torch.float32,
+    operator_dtype: torch.dtype | None = None,
     precision: Precision = "tf32",
     impl: Impl | None = None,
 ) -> None:
@@ -41,16 +43,18 @@ def gdn_end_states(
         ssm_pool: [slots, HV, V, K], fp32 or bf16; call this *after* the native kernel.
         seam_states: [rows, HV, V, K] fp32, the scratch pool that ``plan.seam`` names.
         arena: uint8 [bytes]. t_off, s_off: byte offsets inside a blob of this layer's T [HV, K, K] and S [HV, V, K].
-        state_dtype: of T and S in the blob, fp32 or bf16. h_w waits there in that type between two calls.
+        state_dtype: of S in the blob, fp32 or bf16. h_w waits there in that type between two calls.
+        operator_dtype: of T, see hypic.kernels.operators; None: state_dtype.
         precision: of h_w T in the Triton kernel; let it be that of gdn_chain.
     Raises: ValueError if shapes disagree.
     """
     if ssm_pool.shape[1:] != seam_states.shape[1:]:
         raise ValueError(f"ssm_pool {tuple(ssm_pool.shape)} and seam_states {tuple(seam_states.shape)} disagree")
+    operator = operator_dtype or state_dtype
     if pick_impl(impl, ssm_pool) == "triton":
-        _gdn_end_states_triton(ssm_pool, seam_states, arena, t_off, s_off, plan, state_dtype, precision)
+        _gdn_end_states_triton(ssm_pool, seam_states, arena, t_off, s_off, plan, state_dtype, operator, precision)
     else:
-        _gdn_end_states_torch(ssm_pool, seam_states, arena, t_off, s_off, plan, state_dtype)
+        _gdn_end_states_torch(ssm_pool, seam_states, arena, t_off, s_off, plan, state_dtype, operator)
 
 
 def _gdn_end_states_torch(
@@ -61,11 +65,12 @@ def _gdn_end_states_torch(
     s_off: int,
     plan: EndStatesPlan,
     state_dtype: torch.dtype,
+    operator_dtype: torch.dtype,
 ) -> None:
     hv, _, dk = ssm_pool.shape[1:]
 
     def carry(h: Tensor, blob: int) -> Tensor:
-        return h @ blob_view(arena, blob + t_off, (hv, dk, dk), state_dtype).float()
+        return h @ read_operator(arena, blob + t_off, hv, dk, operator_dtype)
 
     end_states_torch(ssm_pool, seam_states, arena, s_off, plan, state_dtype, carry)
 
@@ -98,6 +103,7 @@ def _gdn_end_states_triton(
     s_off: int,
     plan: EndStatesPlan,
     state_dtype: torch.dtype,
+    operator_dtype: torch.dtype,
     precision: Precision,
 ) -> None:
     require_triton(ssm_pool)
@@ -111,8 +117,9 @@ def _gdn_end_states_triton(
         return
     _end_states_kernel[(-(-dv // bv), rows * hv)](
         ssm_pool, seam_states, arena, plan.slot, plan.seam, plan.ends, plan.blob, ssm_pool.stride(0),
-        t_off // state_dtype.itemsize, s_off // state_dtype.itemsize, HV=hv, DK=dk, DV=dv, BK=block(dk), BV=bv,
-        STATE=triton_dtype(state_dtype), STATE_BYTES=state_dtype.itemsize, PRECISION=precision, num_warps=8,
+        t_off, s_off, HV=hv, DK=dk, DV=dv, BK=block(dk), BV=bv,
+        STATE=triton_dtype(state_dtype), OPERATOR=triton_operator(operator_dtype),
+        PRECISION=precision, num_warps=8,
     )  # fmt: skip
 
 
@@ -134,7 +141,7 @@ def _end_states_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     STATE: tl.constexpr,
-    STATE_BYTES: tl.constexpr,
+    OPERATOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One program: BV rows of S of one row and value head."""
@@ -144,15 +151,14 @@ def _end_states_kernel(
     ok = (v < DV)[:, None] & ok_d[None, :]
     inner = (hv * DV + v[:, None]) * DK + d[None, :]
     seam, is_end = tl.load(seams + row), tl.load(ends + row) != 0
-    blob = tl.multiple_of(tl.load(blobs + row) // STATE_BYTES, 16 // STATE_BYTES)
-    states = arena.to(tl.pointer_type(STATE)) + blob
+    blob = arena + tl.multiple_of(tl.load(blobs + row), 16)
 
-    s_at = states + s_off + inner
+    s_at = (blob + s_off).to(tl.pointer_type(STATE)) + inner
     h = tl.load(s_at, mask=ok & (seam == _IN_BLOB), other=0.0).to(tl.float32)
     h += tl.load(seam_states + tl.maximum(seam, 0) * HV * DV * DK + inner, mask=ok & (seam >= 0), other=0.0)
     if is_end:
-        t_at = states + t_off + (hv * DK + d[:, None]) * DK + d[None, :]
-        operator = tl.load(t_at, mask=ok_d[:, None] & ok_d[None, :], other=0.0).to(tl.float32)
+        nothing = tl.zeros([BV, BK], dtype=tl.float32)
+        carried = apply_operator(h, nothing, blob + t_off, hv, d, HV, DK, OPERATOR, PRECISION)
         end = tl.load(ssm_pool + tl.load(slots + row) * ssm_stride + inner, mask=ok, other=0.0).to(tl.float32)
-        h = end - tl.dot(h, operator, input_precision=PRECISION)
+        h = end - carried
     tl.store(s_at, h.to(STATE), mask=ok)

@@ -22,9 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hypic.kernels._common import BLOB_ALIGN, Impl, blob_view, pick_impl, to_device
-from hypic.kernels._triton import block, constexpr, jit, require_triton, tl, triton_dtype
+from hypic.kernels._common import BLOB_ALIGN, Impl, pick_impl, to_device
+from hypic.kernels._triton import block, constexpr, jit, require_triton, tl
 from hypic.kernels.gdn_transition import FORGOTTEN
+from hypic.kernels.operators import load_operator, read_operator, store_operator, triton_operator, write_operator
 from hypic.kernels.wy import CHUNK
 
 _FORGOTTEN = constexpr(FORGOTTEN)
@@ -100,7 +101,7 @@ def gdn_transition_solved(
     arena: Tensor,
     t_off: int,
     plan: SolvedPlan,
-    state_dtype: torch.dtype = torch.float32,
+    operator_dtype: torch.dtype = torch.float32,
     impl: Impl | None = None,
 ) -> None:
     """Write T of every interior into its blob; heads that forget, and calls that go on, as in gdn_transition.
@@ -110,7 +111,7 @@ def gdn_transition_solved(
 
     Args:
         arena: uint8 [bytes]. t_off: byte offset inside a blob of this layer's T [HV, K, K].
-        state_dtype: of T in the blob, fp32 or a 16-bit type; rounded once per call.
+        operator_dtype: of T in the blob, see hypic.kernels.operators; rounded once per call.
     Raises: ValueError if shapes disagree or a tensor is not contiguous.
     """
     k, g, beta, w, inverse = chunks
@@ -125,21 +126,23 @@ def gdn_transition_solved(
     if not all(x.is_contiguous() for x in chunks) or g.dtype != torch.float32:
         raise ValueError("solved chunks must be contiguous, and g fp32, as SGLang's kernels leave them")
     if pick_impl(impl, k) == "triton":
-        _solved_triton(chunks, arena, t_off, plan, state_dtype)
+        _solved_triton(chunks, arena, t_off, plan, operator_dtype)
     else:
-        _solved_torch(chunks, arena, t_off, plan, state_dtype)
+        _solved_torch(chunks, arena, t_off, plan, operator_dtype)
 
 
 # ---------------------------------------------------------------- torch reference
 
 
-def _solved_torch(chunks: SolvedChunks, arena: Tensor, t_off: int, plan: SolvedPlan, state_dtype: torch.dtype) -> None:
+def _solved_torch(
+    chunks: SolvedChunks, arena: Tensor, t_off: int, plan: SolvedPlan, operator_dtype: torch.dtype
+) -> None:
     (_, hk, dk), hv = chunks.k.shape, chunks.g.shape[1]
     for start, n, seam, blob, fresh in zip(*plan.lists, strict=True):
-        t = blob_view(arena, blob + t_off, (hv, dk, dk), state_dtype)
-        if fresh:
-            t.copy_(torch.eye(dk, device=t.device))
-        rows, total = t.float(), torch.zeros(hv, device=t.device)
+        if seam >= n and not fresh:
+            continue
+        total, eye = torch.zeros(hv, device=arena.device), torch.eye(dk, device=arena.device).expand(hv, dk, dk)
+        rows = eye if fresh else read_operator(arena, blob + t_off, hv, dk, operator_dtype)
         for at in range(seam // CHUNK * CHUNK, n if seam < n else 0, CHUNK):
             part, cut = slice(start + at, start + min(at + CHUNK, n)), max(seam - at, 0)
             k, g, beta, w, inverse = (x[part].float().transpose(0, 1) for x in chunks)
@@ -151,13 +154,15 @@ def _solved_torch(chunks: SolvedChunks, arena: Tensor, t_off: int, plan: SolvedP
             end = g[:, -1:]
             written = rows @ w[:, -k.shape[1] :].mT * (end - g).exp()[:, None]
             rows, total = rows * end.exp()[..., None] - written @ k, total + end[:, 0]
-        t.copy_(rows.masked_fill((total < FORGOTTEN)[:, None, None], 0.0))
+        write_operator(rows.masked_fill((total < FORGOTTEN)[:, None, None], 0.0), arena, blob + t_off, operator_dtype)
 
 
 # ---------------------------------------------------------------- Triton
 
 
-def _solved_triton(chunks: SolvedChunks, arena: Tensor, t_off: int, plan: SolvedPlan, state_dtype: torch.dtype) -> None:
+def _solved_triton(
+    chunks: SolvedChunks, arena: Tensor, t_off: int, plan: SolvedPlan, operator_dtype: torch.dtype
+) -> None:
     require_triton(chunks.k)
     (_, hk, dk), hv, rows = chunks.k.shape, chunks.g.shape[1], 64
     if block(dk) > 128:
@@ -165,9 +170,8 @@ def _solved_triton(chunks: SolvedChunks, arena: Tensor, t_off: int, plan: Solved
     if not len(plan.tok):
         return
     _solved_kernel[(-(-dk // rows), len(plan.tok) * hv)](
-        *chunks, arena, plan.tok, plan.length, plan.skip, plan.blob, plan.first, t_off // state_dtype.itemsize,
-        HK=hk, HV=hv, DK=dk, C=CHUNK, BK=block(dk), BR=rows, STATE=triton_dtype(state_dtype),
-        STATE_BYTES=state_dtype.itemsize, num_warps=4,
+        *chunks, arena, plan.tok, plan.length, plan.skip, plan.blob, plan.first, t_off,
+        HK=hk, HV=hv, DK=dk, C=CHUNK, BK=block(dk), BR=rows, OPERATOR=triton_operator(operator_dtype), num_warps=4,
     )  # fmt: skip
 
 
@@ -191,8 +195,7 @@ def _solved_kernel(
     C: tl.constexpr,
     BK: tl.constexpr,
     BR: tl.constexpr,
-    STATE: tl.constexpr,
-    STATE_BYTES: tl.constexpr,
+    OPERATOR: tl.constexpr,
 ):
     """One program: BR rows of T of one interior and value head, over its chunks."""
     r_block, seq, hv = tl.program_id(0), tl.program_id(1) // HV, tl.program_id(1) % HV
@@ -206,8 +209,7 @@ def _solved_kernel(
     k, w = k + (tok * HK + hk) * DK, w + (tok * HV + hv) * DK
     g, beta, inverse = g + tok * HV + hv, beta + tok * HV + hv, inverse + (tok * HV + hv) * C
     fresh = tl.load(first + seq) != 0
-    blob = tl.multiple_of(tl.load(blobs + seq) // STATE_BYTES, 16 // STATE_BYTES)
-    rows_at = arena.to(tl.pointer_type(STATE)) + blob + t_off + hv * DK * DK + r[:, None] * DK + d[None, :]
+    t_at = arena + tl.multiple_of(tl.load(blobs + seq), 16) + t_off
     begin = skip // C * C  # of the first chunk with tokens of the interior
     before = tl.load(g + (skip - 1) * HV, mask=skip > begin, other=0.0)
 
@@ -216,7 +218,7 @@ def _solved_kernel(
         last = tl.minimum(at + c * C + C, length) - 1
         total += tl.load(g + last * HV, mask=at + c * C < length, other=0.0)
     if (tl.sum(total, 0) - before < _FORGOTTEN) & (skip < length):
-        tl.store(rows_at, tl.zeros([BR, BK], dtype=STATE), mask=ok)
+        store_operator(tl.zeros([BR, BK], dtype=tl.float32), t_at, hv, r, d, ok, HV, DK, OPERATOR)
         return
 
     in_first = begin + c
@@ -232,7 +234,7 @@ def _solved_kernel(
         solved = tl.load(inverse_at, mask=live[:, None] & live[None, :], other=0.0)
         w_c = tl.dot(solved, (keys * strength[:, None]).to(solved.dtype), input_precision="ieee").to(w_c.dtype)
 
-    rows = tl.load(rows_at, mask=ok & (fresh == 0), other=0.0).to(tl.float32)
+    rows = load_operator(t_at, hv, r, d, ok & (fresh == 0), HV, DK, OPERATOR)
     rows = tl.where(fresh & (r[:, None] == d[None, :]), 1.0, rows)
     at = tl.where(skip < length, begin, length)
     if cut:
@@ -253,4 +255,4 @@ def _solved_kernel(
         written = tl.dot(rows.to(w_c.dtype), tl.trans(w_c), input_precision="ieee") * factor[None, :]
         rows = tl.dot(written.to(keys.dtype), keys, rows * tl.exp(end), input_precision="ieee")
     if fresh | (length > skip):
-        tl.store(rows_at, rows.to(STATE), mask=ok)
+        store_operator(rows, t_at, hv, r, d, ok, HV, DK, OPERATOR)

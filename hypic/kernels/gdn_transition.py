@@ -19,10 +19,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hypic.kernels._common import Impl, blob_view, pick_impl
-from hypic.kernels._triton import Precision, block, constexpr, jit, require_triton, tl, triton_dtype
+from hypic.kernels._common import Impl, pick_impl
+from hypic.kernels._triton import Precision, block, constexpr, jit, require_triton, tl
 from hypic.kernels.compile_plans import TransitionPlan
 from hypic.kernels.gdn_solve import launch_solve
+from hypic.kernels.operators import load_operator, read_operator, store_operator, triton_operator, write_operator
 from hypic.kernels.wy import CHUNK, Chunk
 
 __all__ = ["FORGOTTEN", "TransitionPlan", "TransitionScratch", "gdn_transition"]
@@ -40,7 +41,7 @@ def gdn_transition(
     arena: Tensor,
     t_off: int,
     plan: TransitionPlan,
-    state_dtype: torch.dtype = torch.float32,
+    operator_dtype: torch.dtype = torch.float32,
     scratch: TransitionScratch | None = None,
     precision: Precision = "tf32",
     impl: Impl | None = None,
@@ -61,7 +62,7 @@ def gdn_transition(
         k: [M, HK, K], l2-normalised, fp32 or bf16. beta: fp32 [M, HV]. g (log decay): fp32 [M, HV], or [M, HV, K] where
             each key channel has a gate. See gdn_keys.
         arena: uint8 [bytes]. t_off: byte offset inside a blob of this layer's T [HV, K, K].
-        state_dtype: of T in the blob, fp32 or bf16; rounded once per call.
+        operator_dtype: of T in the blob, see hypic.kernels.operators; rounded once per call.
         scratch: free to share between layers of one stream; None: allocated.
         precision: of the products of fp32 operands in the Triton kernels.
     Raises: ValueError if shapes disagree.
@@ -72,9 +73,9 @@ def gdn_transition(
             f"k {tuple(k.shape)}, g {tuple(g.shape)}, beta {tuple(beta.shape)} and {plan.total} planned rows disagree"
         )
     if pick_impl(impl, k) == "triton":
-        _gdn_transition_triton(k, g, beta, arena, t_off, plan, state_dtype, scratch, precision)
+        _gdn_transition_triton(k, g, beta, arena, t_off, plan, operator_dtype, scratch, precision)
     else:
-        _gdn_transition_torch(k, g, beta, arena, t_off, plan, state_dtype)
+        _gdn_transition_torch(k, g, beta, arena, t_off, plan, operator_dtype)
 
 
 class TransitionScratch(NamedTuple):
@@ -103,22 +104,24 @@ class TransitionScratch(NamedTuple):
 
 
 def _gdn_transition_torch(
-    k: Tensor, g: Tensor, beta: Tensor, arena: Tensor, t_off: int, plan: TransitionPlan, state_dtype: torch.dtype
+    k: Tensor, g: Tensor, beta: Tensor, arena: Tensor, t_off: int, plan: TransitionPlan, operator_dtype: torch.dtype
 ) -> None:
     hv, dk = g.shape[1], k.shape[2]
     slowest = g if g.dim() == 2 else g.amax(2)
     cu, blobs, first = plan.lists
     for i, blob in enumerate(blobs):
-        t = blob_view(arena, blob + t_off, (hv, dk, dk), state_dtype)
-        if first[i]:
-            t.copy_(torch.eye(dk, device=k.device))
+        part, at = slice(cu[i], cu[i + 1]), blob + t_off
+        eye = torch.eye(dk, device=k.device).expand(hv, dk, dk)
         if cu[i + 1] == cu[i]:
+            if first[i]:
+                write_operator(eye, arena, at, operator_dtype)
             continue
-        rows, part = t.float(), slice(cu[i], cu[i + 1])
+        rows = eye if first[i] else read_operator(arena, at, hv, dk, operator_dtype)
         for chunk_k, chunk_g, chunk_beta in zip(*(_chunks(x[part]) for x in (k, g, beta)), strict=True):
             chunk = Chunk.of(chunk_k.float().repeat_interleave(hv // k.shape[1], 0), chunk_g, chunk_beta)
             rows, _ = chunk.advance(rows, rows.new_zeros(()).expand(*chunk_beta.shape, dk))
-        t.copy_(rows.masked_fill((slowest[part].sum(0) < FORGOTTEN)[:, None, None], 0.0))
+        forgotten = (slowest[part].sum(0) < FORGOTTEN)[:, None, None]
+        write_operator(rows.masked_fill(forgotten, 0.0), arena, at, operator_dtype)
 
 
 def _chunks(x: Tensor) -> list[Tensor]:
@@ -136,7 +139,7 @@ def _gdn_transition_triton(
     arena: Tensor,
     t_off: int,
     plan: TransitionPlan,
-    state_dtype: torch.dtype,
+    operator_dtype: torch.dtype,
     scratch: TransitionScratch | None,
     precision: Precision,
 ) -> None:
@@ -161,8 +164,7 @@ def _gdn_transition_triton(
     rows = 64 if k.dtype == torch.bfloat16 else 32  # a warp group's share of a product; fp32 takes the room of two
     _advance_kernel[(-(-dk // rows), sequences * hv)](
         keys if channel_gates else k, w, decay, forgets, arena, plan.cu, plan.blob, plan.first, plan.chunk_ptr,
-        t_off // state_dtype.itemsize, **shape, BR=rows, STATE=triton_dtype(state_dtype),
-        STATE_BYTES=state_dtype.itemsize, CHANNEL_GATES=channel_gates, num_warps=4,
+        t_off, **shape, BR=rows, OPERATOR=triton_operator(operator_dtype), CHANNEL_GATES=channel_gates, num_warps=4,
     )  # fmt: skip
 
 
@@ -212,8 +214,7 @@ def _advance_kernel(
     BK: tl.constexpr,
     PRECISION: tl.constexpr,
     BR: tl.constexpr,
-    STATE: tl.constexpr,
-    STATE_BYTES: tl.constexpr,
+    OPERATOR: tl.constexpr,
     CHANNEL_GATES: tl.constexpr,
 ):
     """One program: BR rows of T of one interior and value head, over its chunks."""
@@ -223,13 +224,12 @@ def _advance_kernel(
     ok = (r < DK)[:, None] & ok_d[None, :]
     start, end = tl.load(cu + seq), tl.load(cu + seq + 1)
     fresh = tl.load(first + seq) != 0
-    blob = tl.multiple_of(tl.load(blobs + seq) // STATE_BYTES, 16 // STATE_BYTES)
-    rows_at = arena.to(tl.pointer_type(STATE)) + blob + t_off + hv * DK * DK + r[:, None] * DK + d[None, :]
+    t_at = arena + tl.multiple_of(tl.load(blobs + seq), 16) + t_off
     if tl.load(forgets + seq * HV + hv) != 0:
-        tl.store(rows_at, tl.zeros([BR, BK], dtype=STATE), mask=ok)
+        store_operator(tl.zeros([BR, BK], dtype=tl.float32), t_at, hv, r, d, ok, HV, DK, OPERATOR)
         return
 
-    rows = tl.load(rows_at, mask=ok & (fresh == 0), other=0.0).to(tl.float32)
+    rows = load_operator(t_at, hv, r, d, ok & (fresh == 0), HV, DK, OPERATOR)
     rows = tl.where(fresh & (r[:, None] == d[None, :]), 1.0, rows)
     begin = tl.load(chunk_ptr + seq)
     for chunk in range(begin, tl.load(chunk_ptr + seq + 1)):
@@ -247,4 +247,4 @@ def _advance_kernel(
         written = tl.dot(rows.to(w_c.dtype), tl.trans(w_c), input_precision=PRECISION)
         rows = tl.dot(written.to(keys.dtype), keys, rows * factor, input_precision=PRECISION)
     if fresh | (end > start):
-        tl.store(rows_at, rows.to(STATE), mask=ok)
+        store_operator(rows, t_at, hv, r, d, ok, HV, DK, OPERATOR)

@@ -67,14 +67,18 @@ class GdnGates:
         self.A_log, self.dt_bias = parameters["A_log"], parameters["dt_bias"]
 
 
-def test_in_float32_joining_is_exact_and_bfloat16_rounds_what_is_stored() -> None:
+INT8 = "joined: T in int8, S in bfloat16"
+
+
+def test_in_float32_joining_is_exact_and_fewer_bits_round_what_is_stored() -> None:
     found = errors(torch.float32)
-    assert list(found) == [STOCK, "joined: T and S in bfloat16", "joined: T and S in float32"]
+    assert list(found) == [STOCK, INT8, "joined: T and S in bfloat16", "joined: T and S in float32"]
     assert all(t.unit == "of |h|" and len(t.values) == 4 for t in found.values())
     assert found[STOCK].shape == {"segments": SEGMENTS, "segment_tokens": LENGTH, "heads": 4}
     assert max(found[STOCK].values) < 2e-6 and max(found["joined: T and S in float32"].values) < 2e-6
-    rounded = found["joined: T and S in bfloat16"].values
-    assert all(2**-12 < e < 3 * 2**-8 for e in rounded)
+    for rounded in (found["joined: T and S in bfloat16"].values, found[INT8].values):
+        assert all(2**-12 < e < 3 * 2**-8 for e in rounded)
+    assert found[INT8].values != found["joined: T and S in bfloat16"].values
 
 
 def test_a_16_bit_model_errs_by_itself() -> None:
@@ -90,7 +94,7 @@ def test_a_wrong_operator_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_operators_out_of_sglangs_pass_are_joined_too(monkeypatch: pytest.MonkeyPatch) -> None:
     found = errors(torch.float32, solved=True)
-    assert len(found) == 5 and "joined: T and S in bfloat16, T of kernels of our own" in found
+    assert len(found) == 7 and "joined: T and S in bfloat16, T of kernels of our own" in found
     assert max(found["joined: T and S in float32"].values) < 2e-6
     monkeypatch.setattr(GdnLayer, "transition", lambda *_: None)
     assert (

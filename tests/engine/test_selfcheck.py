@@ -69,9 +69,15 @@ def test_a_16_bit_engine_is_judged_by_stocks_own_error(tiny_model: Callable[[str
     assert p1 and p4 and min(p1, p4) > 1e-3, "rounding is there, so the bound was put to use"
 
 
+def test_T_in_int8_is_judged_by_stocks_own_error(tiny_model: Callable[[str], Path]) -> None:
+    plan = Plan(checks=("P1", "P4"), config=HypicConfig(state_dtype="int8"), flags={"dtype": "bfloat16"})
+    results = list(check_model("qwen35", tiny_model("qwen35"), plan, lambda *_: None))
+    assert [r.status for r in results] == ["passed"] * 2, [r.detail for r in results]
+
+
 def test_kimi_linear_in_16_bits_is_judged_by_stocks_own_error(tiny_model: Callable[[str], Path]) -> None:
-    """Whatever type its config names, or none. Without experts: where a router flips, stock is off by ten."""
-    plan = Plan(checks=("P1", "P4"), config=HypicConfig(), flags={"dtype": "bfloat16"})
+    """Whatever type its config names, or none, and T in int8. Without experts: where a router flips, stock is off by ten."""
+    plan = Plan(checks=("P1", "P4"), config=HypicConfig(state_dtype="int8"), flags={"dtype": "bfloat16"})
     results = list(check_model("kimi", tiny_model(IN_16_BITS["kimi"]), plan, lambda *_: None))
     assert [r.status for r in results] == ["passed"] * 2, [r.detail for r in results]
     for r in results:

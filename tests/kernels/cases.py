@@ -13,6 +13,7 @@ from torch import Tensor
 from hypic.algebra import naive
 from hypic.kernels._common import blob_view
 from hypic.kernels.gdn_chain import ChainItem, ChainPlan
+from hypic.kernels.operators import operator_bytes, read_operator, write_operator
 
 NAN_BYTE = 0xFF  # a float of any type made of these bytes is a NaN
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -79,6 +80,9 @@ class Heads:
         return f"hk{self.hk}-hv{self.hv}-dk{self.dk}-dv{self.dv}-w{self.width}" + "-kda" * self.channels
 
 
+INT8 = 1 / 254
+"""How far an entry beside the diagonal may be off in int8, relative to its row's largest there."""
+
 KDA = Heads(2, 2, 16, 24, channels=True)
 
 
@@ -93,6 +97,8 @@ class Case:
     seed: int = 0
     pool_dtype: torch.dtype = torch.float32
     state_dtype: torch.dtype = torch.float32
+    operator_dtype: torch.dtype | None = None
+    """Of T, None: state_dtype."""
     bias: bool = True
     device: str = "cpu"
     rng: torch.Generator = field(init=False)
@@ -118,9 +124,10 @@ class Case:
         self.conv_pool = torch.full((self.slots, *window), float("nan"), dtype=self.pool_dtype)
         self.ssm_pool = torch.full((self.slots, h.hv, h.dv, h.dk), float("nan"), dtype=self.pool_dtype)
         state = self.state_dtype.itemsize
-        t_bytes, s_bytes = h.hv * h.dk * h.dk * state, h.hv * h.dv * h.dk * state
-        self.t_off, self.s_off = 64, 64 + t_bytes + 16
-        self.c_off = self.s_off + s_bytes + 16
+        self.t_dtype = self.operator_dtype or self.state_dtype
+        self.t_bytes, s_bytes = operator_bytes(h.hv, h.dk, self.t_dtype), h.hv * h.dv * h.dk * state
+        self.t_off, self.s_off = 64, 64 + -(-self.t_bytes // 16) * 16 + 16
+        self.c_off = self.s_off + -(-s_bytes // 16) * 16 + 16
         c_bytes = h.dim * (h.width - 1) * self.pool_dtype.itemsize
         self.stride = -(-(self.c_off + c_bytes) // 64) * 64 + 64
         self.arena = torch.full((self.blobs * self.stride,), NAN_BYTE, dtype=torch.uint8)
@@ -132,6 +139,15 @@ class Case:
 
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.rng)
+
+    def t(self, blob: int) -> Tensor:
+        """A copy in fp32."""
+        h = self.heads
+        return read_operator(self.arena, blob * self.stride + self.t_off, h.hv, h.dk, self.t_dtype)
+
+    def erase_t(self, blob: int) -> None:
+        """As it was before anything was written there."""
+        self.arena[blob * self.stride + self.t_off :][: self.t_bytes] = NAN_BYTE
 
     def t_view(self, blob: int) -> Tensor:
         h = self.heads
@@ -154,7 +170,8 @@ class Case:
     def fill_artifact(self, blob: int, own: int) -> None:
         """A random artifact with an asymmetric T; columns of the tail that are not its own stay NaN."""
         h = self.heads
-        self.t_view(blob).copy_(self.randn(h.hv, h.dk, h.dk) * (0.6 / h.dk**0.5))
+        t = (self.randn(h.hv, h.dk, h.dk) * (0.6 / h.dk**0.5)).to(self.device)
+        write_operator(t, self.arena, blob * self.stride + self.t_off, self.t_dtype)
         self.s_view(blob).copy_(self.randn(h.hv, h.dv, h.dk))
         if own:
             self.c_view(blob)[:, -own:] = self.randn(h.dim, own).to(self.pool_dtype)
@@ -195,7 +212,7 @@ class Case:
                     out[t] = o[0]
                 if item.art >= 0:
                     blob = item.art // self.stride
-                    state = state @ self.t_view(blob).cpu().double() + self.s_view(blob).cpu().double()
+                    state = state @ self.t(blob).cpu().double() + self.s_view(blob).cpu().double()
                     own = self.c_view(blob).cpu().double()[:, h.width - 1 - item.own :]
                     window = torch.cat([window, own], 1)[:, item.own :]
             conv[s], ssm[s] = window, state
@@ -214,6 +231,7 @@ class Case:
             "s_off": self.s_off,
             "c_off": self.c_off,
             "state_dtype": self.state_dtype,
+            "operator_dtype": self.operator_dtype,
             "out": out,
         }
 

@@ -141,6 +141,7 @@ def compile_all(
     kv_heads: int = 0,
     kv_dim: int = 0,
     state_dtype: torch.dtype = torch.float32,
+    operator_dtype: torch.dtype | None = None,
     channel_gates: bool = False,
 ) -> list[tuple[str, Report]]:
     """Every operation in bf16 at one shape, those of attention if it has KV heads. Returns (kernel, report) per launch."""
@@ -163,7 +164,7 @@ def compile_all(
     if channel_gates:
         layer["conv_pool"] = torch.empty(2, width - 1, dim, **bf16).mT
         a, b = torch.empty(n, hv * dk, **bf16), torch.empty(n, hv)
-    offsets = {"arena": arena, "t_off": 256, "s_off": 512, "state_dtype": state_dtype}
+    offsets = {"arena": arena, "t_off": 256, "s_off": 512, "state_dtype": state_dtype, "operator_dtype": operator_dtype}
     pools = [torch.empty(8, kv_heads, kv_dim, **bf16) for _ in range(2)]
     with recorded() as reports:
         chain = gdn_chain.ChainPlan.build(
@@ -179,7 +180,14 @@ def compile_all(
         for inputs in (x, x.float()):  # a 16-bit model, and one in fp32
             k, g, beta = gdn_keys.gdn_keys(inputs, a, b, **layer, plan=transition, impl="triton")
             gdn_transition.gdn_transition(
-                k, g, beta, arena=arena, t_off=256, state_dtype=state_dtype, plan=transition, impl="triton"
+                k,
+                g,
+                beta,
+                arena=arena,
+                t_off=256,
+                operator_dtype=operator_dtype or state_dtype,
+                plan=transition,
+                impl="triton",
             )
         if not channel_gates:
             chunks = [torch.empty(n, hk, dk, **bf16), torch.empty(n, hv), torch.empty(n, hv)]
@@ -189,7 +197,7 @@ def compile_all(
                 gdn_solved.SolvedChunks(*chunks),
                 arena=arena,
                 t_off=256,
-                state_dtype=state_dtype,
+                operator_dtype=operator_dtype or state_dtype,
                 plan=solved,
                 impl="triton",
             )

@@ -42,7 +42,8 @@ def compile_segments(
         str(case.state_dtype).removeprefix("torch."),
     )  # fmt: skip
     at = Memory(
-        case.conv_pool, case.ssm_pool, case.arena, case.t_off, case.s_off, case.c_off, case.state_dtype, "ieee"
+        case.conv_pool, case.ssm_pool, case.arena, case.t_off, case.s_off, case.c_off, case.state_dtype, "ieee",
+        case.operator_dtype,
     )  # fmt: skip
     layer = GdnLayer(case.layer, target.impl)
     jobs = [
@@ -146,11 +147,15 @@ def test_forgetful_heads_beside_remembering_ones(target: Target) -> None:
     sizes(list(itertools.product([torch.float32, BF], CUTS)), [(torch.float32, [3, 5]), (BF, []), (BF, [4, 8, 9])]),
     ids=str,
 )
-def test_T_and_S_in_bf16(pool_dtype: torch.dtype, cuts: list[int], target: Target) -> None:
+@pytest.mark.parametrize("operator_dtype", [BF, torch.int8], ids=str)
+def test_T_and_S_in_fewer_bits(
+    operator_dtype: torch.dtype, pool_dtype: torch.dtype, cuts: list[int], target: Target
+) -> None:
     """Rounding T cancels at the start of a prompt: only what is rounded after T counts, S and a waiting h_w."""
     case = Case(
-        HEADS, tokens=PREFIX + LONG + QUERY, pool_dtype=pool_dtype, state_dtype=torch.bfloat16, device=target.device
-    )
+        HEADS, tokens=PREFIX + LONG + QUERY, pool_dtype=pool_dtype, state_dtype=torch.bfloat16,
+        operator_dtype=operator_dtype, device=target.device,
+    )  # fmt: skip
     compile_segments(case, target, [(1, 0, PREFIX, LONG)], 8, cuts)
     plan = [ChainItem(PREFIX, 8, case.stride, 3)]
     chain(case, target, 1, plan)

@@ -98,10 +98,13 @@ def test_pools_in_bf16_are_rounded_once(heads: Heads, target: Target) -> None:
     check(case, target, *rag(case), tol=1e-2)
 
 
+@pytest.mark.parametrize("operator_dtype", [None, torch.int8], ids=str)
 @pytest.mark.parametrize("heads", [PLAIN, Heads(1, 1, 5, 3)], ids=str)
-def test_artifacts_in_bf16_are_read_as_they_are(heads: Heads, target: Target) -> None:
+def test_artifacts_in_fewer_bits_are_read_as_they_are(
+    heads: Heads, operator_dtype: torch.dtype | None, target: Target
+) -> None:
     """The truth reads the same rounded T and S: nothing else may be rounded."""
-    case = Case(heads, tokens=26, state_dtype=torch.bfloat16, device=target.device)
+    case = Case(heads, tokens=26, state_dtype=torch.bfloat16, operator_dtype=operator_dtype, device=target.device)
     check(case, target, *rag(case))
 
 

@@ -9,14 +9,27 @@ from cases import BF16, Case, Heads, Target, assert_close, sizes
 from hypic.kernels.gdn_end_states import IN_BLOB, NO_STATE, EndStatesPlan, gdn_end_states
 
 
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("state_dtype", "operator_dtype"),
+    [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.int8)],
+    ids=str,
+)
 @pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "heads", sizes([Heads(), Heads(1, 1, 5, 3), Heads(1, 3, 70, 90)], [Heads(), Heads(1, 1, 5, 3)]), ids=str
 )
-def test_every_kind_of_row(heads: Heads, pool_dtype: torch.dtype, state_dtype: torch.dtype, target: Target) -> None:
+def test_every_kind_of_row(
+    heads: Heads,
+    pool_dtype: torch.dtype,
+    state_dtype: torch.dtype,
+    operator_dtype: torch.dtype | None,
+    target: Target,
+) -> None:
     """All five in one call: seam from scratch, from the blob, none; a seam that waits; an empty interior."""
-    case = Case(heads, tokens=0, slots=6, blobs=6, pool_dtype=pool_dtype, state_dtype=state_dtype, device=target.device)
+    case = Case(
+        heads, tokens=0, slots=6, blobs=6, pool_dtype=pool_dtype, state_dtype=state_dtype, operator_dtype=operator_dtype,
+        device=target.device,
+    )  # fmt: skip
     slots, blobs = [5, 2, 0, 4, 3], [3, 0, 1, 5, 2]
     seam, ends = [1, IN_BLOB, NO_STATE, 0, NO_STATE], [True, True, True, False, False]
     seams = case.randn(2, heads.hv, heads.dv, heads.dk).to(case.device)
@@ -36,10 +49,10 @@ def test_every_kind_of_row(heads: Heads, pool_dtype: torch.dtype, state_dtype: t
     )
     gdn_end_states(
         case.ssm_pool, seams, arena=case.arena, t_off=case.t_off, s_off=case.s_off, plan=plan,
-        state_dtype=state_dtype, **target.dots,
+        state_dtype=state_dtype, operator_dtype=operator_dtype, **target.dots,
     )  # fmt: skip
     end = case.ssm_pool.cpu().double()
-    t = {blob: case.t_view(blob).cpu().double() for blob in (3, 0)}
+    t = {blob: case.t(blob).cpu().double() for blob in (3, 0)}
     want = {
         3: end[5] - seams[1].cpu().double() @ t[3],
         0: end[2] - waiting.cpu().double() @ t[0],

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from cases import KDA, Case, Heads, Target, assert_close, sizes
+from cases import INT8, KDA, Case, Heads, Target, assert_close, sizes
 
 from hypic.algebra import families, fold
 from hypic.kernels.gdn_transition import FORGOTTEN, TransitionPlan, TransitionScratch, gdn_transition
@@ -62,14 +62,20 @@ def run(
         part.view(torch.uint8).fill_(0xFF)
     options = target.dots | {"precision": precision}
     gdn_transition(
-        *inputs, arena=case.arena, t_off=case.t_off, state_dtype=case.state_dtype, plan=plan, scratch=scratch, **options
+        *inputs,
+        arena=case.arena,
+        t_off=case.t_off,
+        operator_dtype=case.t_dtype,
+        plan=plan,
+        scratch=scratch,
+        **options,
     )
 
 
 def assert_only_written(case: Case, blobs: list[int]) -> None:
     """The arena is untouched outside of T of these blobs."""
     for blob in blobs:
-        case.t_view(blob).view(torch.uint8).fill_(0xFF)
+        case.erase_t(blob)
     assert (case.arena == 0xFF).all()
 
 
@@ -145,6 +151,35 @@ def test_T_in_bf16_is_rounded_once_per_call(cuts: list[int], target: Target) -> 
     bound = 2**-9 * (len(cuts) + 1) * 1.2  # of the scale: half a unit in the last place for each call
     assert_close(case.t_view(2), truth(case, inputs), bound)
     assert_only_written(case, [2])
+
+
+@pytest.mark.parametrize("cuts", [[], [7, 70]], ids=["whole", "chunked"])
+@pytest.mark.parametrize("heads", sizes([Heads(), KDA, Heads(1, 2, 5, 3)], [Heads(1, 2, 5, 3)]), ids=str)
+def test_T_in_int8_is_rounded_once_per_call(heads: Heads, cuts: list[int], target: Target) -> None:
+    """Each row by its own scale; what a head forgets is exactly zero, and nothing is written beside T."""
+    case, n = Case(heads, tokens=0, operator_dtype=torch.int8, device=target.device), sizes([200], [140])[0]
+    k, g, beta = random_inputs(case, n)
+    g[:, 0] = FORGOTTEN / 5
+    inputs = k, g, beta
+    for i, (lo, hi) in enumerate(itertools.pairwise([0, *cuts, n])):
+        run(case, target, (k[lo:hi], g[lo:hi], beta[lo:hi]), [hi - lo, 0], [2, 0], [i == 0, True])
+    t, expected = case.t(2).cpu().double(), truth(case, inputs)
+    assert (t[0] == 0).all()
+    # Calls that go on multiply what was rounded by contractions: it keeps its length, but not its row's largest.
+    largest = torch.ones(1) if cuts else expected[1:].abs().amax(-1)
+    bound = 1.01 * (len(cuts) + 1) * INT8 * heads.dk**0.5 * largest + 2e-5
+    assert ((t - expected)[1:].norm(dim=-1) <= bound).all()
+    assert (case.t(0).cpu() == torch.eye(heads.dk)).all(), "an empty interior is the identity, exactly"
+    assert_only_written(case, [2, 0])
+
+
+def test_int8_hides_no_NaN(target: Target) -> None:
+    case = Case(Heads(), tokens=0, operator_dtype=torch.int8, device=target.device)
+    k, g, beta = random_inputs(case, 9)
+    beta[4, 1] = float("nan")
+    run(case, target, (k, g, beta), [9], [1], [True])
+    t = case.t(1)
+    assert t[1].isnan().all() and t[[0, 2, 3]].isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ QWEN35 = {"hk": 16, "hv": 32, "dk": 128, "dv": 128, "kv_heads": 2, "kv_dim": 256
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3.5-35b-a3b": QWEN35,
     "qwen3.5-35b-a3b, states in bf16": QWEN35 | {"state_dtype": torch.bfloat16},
+    "qwen3.5-35b-a3b, T in int8": QWEN35 | {"state_dtype": torch.bfloat16, "operator_dtype": torch.int8},
     "odd": {"hk": 1, "hv": 3, "dk": 48, "dv": 80, "kv_heads": 3, "kv_dim": 24},
 }
 

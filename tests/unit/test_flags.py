@@ -26,7 +26,7 @@ def test_ours_are_taken_and_sglangs_stay_in_order() -> None:
         (["--hypic-memory", "0"], "--hypic-memory '0': no room"),
         (["--hypic-memory"], "--hypic-memory '': cannot read"),
         (["--hypic-seam-window=0"], "--hypic-seam-window '0': must be at least 1"),
-        (["--hypic-state-dtype", "int8"], "--hypic-state-dtype 'int8': write auto, float32 or bfloat16"),
+        (["--hypic-state-dtype", "int4"], "--hypic-state-dtype 'int4': write auto, float32, bfloat16 or int8"),
     ],
     ids=str,
 )

@@ -23,6 +23,7 @@ from hypic.artifact.layout import (
     require_header,
     token_bytes,
 )
+from hypic.kernels.operators import write_operator
 
 LINEAR = LinearShape((0, 1, 2, 4), heads=3, d_k=8, d_v=6, conv_channels=66, conv_width=3, conv_dtype="bfloat16")
 FULL = FullShape((3, 5), heads=2, d_k=16, d_v=12, dtype="float16")
@@ -54,6 +55,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "KV dtype": {"full": changed(FULL, dtype="bfloat16")},
     "conv dtype": {"linear": changed(LINEAR, conv_dtype="float32")},
     "heads": {"linear": changed(LINEAR, heads=6)},
+    "T's type": {"linear": LINEAR.with_operators_in("int8")},
     "d_k and d_v": {"linear": changed(LINEAR, d_k=6, d_v=8)},
     "layers": {"full": changed(FULL, layer_ids=(3,))},
     "no linear layers": {"linear": None},
@@ -84,7 +86,7 @@ def test_an_artifact_of_something_else_is_refused_by_name(other: dict[str, Any])
         (encode_header(HEADER)[:15], "shorter than a header"),
         (encode_header(HEADER)[:40], "damaged"),
         (bytes(ALIGN), "not an artifact"),
-        (b"hypicart\1\0\0\0" + encode_header(HEADER)[12:], "format 1, this engine reads 3"),
+        (b"hypicart\1\0\0\0" + encode_header(HEADER)[12:], "format 1, this engine reads 4"),
     ],
     ids=["nothing", "less than a prefix", "truncated", "zeros", "another version"],
 )
@@ -128,3 +130,24 @@ def test_parts_are_disjoint_and_lie_within_the_payload(linear: Any, full: Any, n
                 assert parts[name][i].data_ptr() == payload.data_ptr() + offset(layer)
         assert all(o % ALIGN == 0 for o in (layout.t_offset(0), layout.s_offset(0), layout.conv_offset(0)))
     assert layout.kv_offset % ALIGN == 0 == layout.payload_bytes(n) % ALIGN
+
+
+def test_T_in_int8_is_read_out_in_fp32_and_touches_no_other_part() -> None:
+    layout = ArtifactLayout(LINEAR.with_operators_in("int8"), FULL)
+    payload = torch.zeros(layout.payload_bytes(5), dtype=torch.uint8)
+    for part in layout.parts(payload, 5).values():
+        part.fill_(7.0)
+    values = torch.randn(4, 3, 8, 8)
+    for layer, t in zip(LINEAR.layer_ids, values, strict=True):
+        assert layout.t_offset(layer) % 16 == 0
+        write_operator(t, payload, layout.t_offset(layer), torch.int8)
+    parts = layout.parts(payload, 5)
+    assert parts["T"].dtype == torch.float32 and (parts["T"] - values).abs().max() < values.abs().max() / 250
+    assert all((part == 7.0).all() for name, part in parts.items() if name != "T")
+    assert layout.payload_bytes(5) < ArtifactLayout(LINEAR, FULL).payload_bytes(5)
+
+
+def test_only_matrices_have_a_type_of_their_own() -> None:
+    assert changed(LINEAR, operator="log_decay").with_operators_in("int8").operator_dtype == ""
+    assert LINEAR.with_operators_in("float32") == LINEAR
+    assert LINEAR.with_operators_in("int8").dtypes == (torch.float32, torch.int8)

@@ -29,7 +29,8 @@ class Memory:
     Attributes:
         conv: pool of convolution windows [slots, ...], None where the family has none. state: pool [slots, H, V, K].
         arena: uint8. t_off, s_off, c_off: byte offsets inside a blob of the layer's T, S and conv window.
-        state_dtype: of S, and of a dense T. precision: of products in Triton kernels.
+        state_dtype: of S. operator_dtype: of a dense T (hypic.kernels.operators), None: as S.
+        precision: of products in Triton kernels.
     """
 
     conv: Tensor | None
@@ -40,6 +41,7 @@ class Memory:
     c_off: int
     state_dtype: torch.dtype
     precision: Precision = "tf32"
+    operator_dtype: torch.dtype | None = None
 
 
 class LinearLayer(ABC):

@@ -57,27 +57,28 @@ class GdnLayer(LinearLayer):
         assert at.conv is not None
         gdn_chain(
             *inputs, **self._parameters, conv_pool=at.conv, ssm_pool=at.state, arena=at.arena, t_off=at.t_off,
-            s_off=at.s_off, c_off=at.c_off, plan=plan, out=out, state_dtype=at.state_dtype, precision=at.precision,
-            impl=self._impl,
+            s_off=at.s_off, c_off=at.c_off, plan=plan, out=out, state_dtype=at.state_dtype,
+            operator_dtype=at.operator_dtype, precision=at.precision, impl=self._impl,
         )  # fmt: skip
 
     def transition(self, inputs: Inputs, at: Memory, plan: TransitionPlan) -> None:
         assert at.conv is not None
         k, g, beta = gdn_keys(*inputs, plan=plan, conv_pool=at.conv, **self._parameters, impl=self._impl)
         gdn_transition(
-            k, g, beta, arena=at.arena, t_off=at.t_off, state_dtype=at.state_dtype, plan=plan, precision=at.precision,
-            impl=self._impl,
+            k, g, beta, arena=at.arena, t_off=at.t_off, operator_dtype=at.operator_dtype or at.state_dtype, plan=plan,
+            precision=at.precision, impl=self._impl,
         )  # fmt: skip
 
     def transition_solved(self, chunks: SolvedChunks, at: Memory, plan: SolvedPlan) -> None:
         gdn_transition_solved(
-            chunks, arena=at.arena, t_off=at.t_off, plan=plan, state_dtype=at.state_dtype, impl=self._impl
-        )
+            chunks, arena=at.arena, t_off=at.t_off, plan=plan, operator_dtype=at.operator_dtype or at.state_dtype,
+            impl=self._impl,
+        )  # fmt: skip
 
     def end_states(self, seam_states: Tensor, at: Memory, plan: EndStatesPlan) -> None:
         gdn_end_states(
             at.state, seam_states, arena=at.arena, t_off=at.t_off, s_off=at.s_off, plan=plan,
-            state_dtype=at.state_dtype, precision=at.precision, impl=self._impl,
+            state_dtype=at.state_dtype, operator_dtype=at.operator_dtype, precision=at.precision, impl=self._impl,
         )  # fmt: skip
 
     def random_inputs(self, n: int, random: Callable[..., Tensor]) -> Inputs:

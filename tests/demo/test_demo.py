@@ -58,7 +58,9 @@ def test_every_request_is_served_as_promised(result: dict[str, Any]) -> None:
         assert 0.9 * row["prompt_tokens"] < row["compiled"] < row["prompt_tokens"]
     for row in warm:
         place = "radix" if row["name"] == TURN else "artifacts"
-        assert row["outcomes"] == ["hit_radix" if place == "radix" else "hit_device"] * documents and row["compiled"] == 0
+        assert (
+            row["outcomes"] == ["hit_radix" if place == "radix" else "hit_device"] * documents and row["compiled"] == 0
+        )
         assert row["cached_tokens"] == row[f"reused_{place}"] > 0.9 * row["prompt_tokens"]
         assert row["recomputed"] == row["prompt_tokens"] - row["cached_tokens"]
 
@@ -79,154 +81,17 @@ def test_what_the_method_approximates_is_far_above_the_noise_and_below_another_o
 def test_the_trained_model_answers_from_the_documents_in_their_order(result: dict[str, Any]) -> None:
     assert not result["random_weights"]
     rows = {row["name"]: row["answers"] for row in result["requests"]}
-    assert all(len(rows[name]) == len(QUESTIONS) for name in ("nothing marked", "cold", "the same again", ORDER, HEAD, TURN))
+    assert all(
+        len(rows[name]) == len(QUESTIONS) for name in ("nothing marked", "cold", "the same again", ORDER, HEAD, TURN)
+    )
     for name, answers in rows.items():
-        wrong = [a for a in answers if not is_right(a["text"], a["expected"])]
-        assert len(wrong) <= (len(answers) > 1), f"{name}: a trained model may miss one question of three: {wrong}"
-    again, cold = rows["the same again"], rows["cold"]
-    assert [a["text"] for a in again] == [a["text"] for a in cold]
+        assert [a["text"] for a in answers] == [a["expected"] for a in answers], f"{name}: as full recompute can, too"
 
 
 def test_without_seams_a_value_is_lost_at_its_border(result: dict[str, Any]) -> None:
-    once, anew, border = result["contrast"]["without_seams"]
+    once, _, border = result["contrast"]["without_seams"]
     assert is_right(once["text"], once["expected"]) and border["kind"] == "over a border"
     assert not is_right(border["text"], border["expected"])
-
-
-# ---------------------------------------------------------------------- the documents
-
-
-def test_orders_change_what_is_true() -> None:
-    documents = load_documents()
-    asked = [prompts(documents, question) for question in QUESTIONS]
-    orders = [tuple(p.documents) for p in asked[0]]
-    assert len(set(orders)) == 3 and {frozenset(o) for o in orders} == {frozenset(documents)}
-    once, anew, border = ([p.expected for p in three] for three in asked)
-    assert len(set(once)) == 1 and len(set(anew)) == 2 and len(set(border)) == 3
-    assert [len(p.documents) for p in asked[0]] == [8, 8, 8]
-    first, permuted, other = asked[0]
-    assert first.head == permuted.head != other.head
-
-
-def test_pages_fit_at_their_borders_in_every_order() -> None:
-    documents = load_documents()
-    for prompt in prompts(documents, QUESTIONS[0]):
-        for i in range(0, len(documents), 2):
-            assert re.search(r" The \w+ of \w+ is$", prompt.documents[i])
-            assert re.match(r" \w+\. ", prompt.documents[i + 1]) and prompt.documents[i + 1].endswith(".\n")
-        assert len(facts(prompt.documents)) == len(facts(documents)) == 44
-
-
-def test_prompts_are_what_the_model_was_trained_for() -> None:
-    """Ids of every piece, tokenised by itself as hypic does, are those that models/task.py draws."""
-    from hypic.demo.run import _trained_model
-
-    folder = Path(_trained_model() or "")
-    world = task.World(folder)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    template = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(
-        (folder / "chat_template.jinja").read_text()
-    )
-
-    def ids(text: str) -> list[int]:
-        return list(tokenizer.encode(text).ids)
-
-    def asked(question: Question) -> list[int]:
-        attribute, name = (ids(f" {word}") for word in (question.attribute, question.name))
-        return [*world.ask, *attribute, world.of, *name, world.mark, *world.reply]
-
-    documents = load_documents()
-    for prompt in prompts(documents, QUESTIONS[2]):
-        turns = prompt._replace(before=[(QUESTIONS[0], "amber")])
-        text = template.render(messages=turns.messages(), add_generation_prompt=True)
-        head, tail = text.split("".join(prompt.documents))
-        assert ids(head) in world.heads
-        assert ids(tail) == [*asked(QUESTIONS[0]), *ids("amber"), world.end, *world.user, *asked(QUESTIONS[2])]
-    stated = {ids(f" {value}")[0] for value in facts(documents).values()}
-    assert stated <= set(world.values)
-    assert all(64 < len(ids(text)) < 300 for text in documents), "long enough to be segments"
-    for (attribute, name), value in facts(documents).items():
-        fact = ids(f" The {attribute} of {name} is {value}.")
-        assert len(fact) == 7 and fact[1] in {*world.fixed, *world.changing} and fact[3] in world.names
-
-
-def test_without_a_checkout_a_model_with_random_weights_is_served_and_said_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert demo_run._trained_model() == str(Path(__file__).parents[2] / "models" / "almanac")
-    monkeypatch.setattr("hypic.__file__", str(tmp_path / "site-packages" / "hypic" / "__init__.py"))
-    assert demo_run._trained_model() is None
-    said: list[str] = []
-    assert Path(demo_run._tiny_model(said.append)).name == "qwen35"
-    assert "random weights" in said[0]
-
-
-# ---------------------------------------------------------------------- the documents
-
-
-def test_orders_change_what_is_true() -> None:
-    documents = load_documents()
-    asked = [prompts(documents, question) for question in QUESTIONS]
-    orders = [tuple(p.documents) for p in asked[0]]
-    assert len(set(orders)) == 3 and {frozenset(o) for o in orders} == {frozenset(documents)}
-    once, anew, border = ([p.expected for p in three] for three in asked)
-    assert len(set(once)) == 1 and len(set(anew)) == 2 and len(set(border)) == 3
-    assert [len(p.documents) for p in asked[0]] == [8, 8, 8]
-    first, permuted, other = asked[0]
-    assert first.head == permuted.head != other.head
-
-
-def test_pages_fit_at_their_borders_in_every_order() -> None:
-    documents = load_documents()
-    for prompt in prompts(documents, QUESTIONS[0]):
-        for i in range(0, len(documents), 2):
-            assert re.search(r" The \w+ of \w+ is$", prompt.documents[i])
-            assert re.match(r" \w+\. ", prompt.documents[i + 1]) and prompt.documents[i + 1].endswith(".\n")
-        assert len(facts(prompt.documents)) == len(facts(documents)) == 44
-
-
-def test_prompts_are_what_the_model_was_trained_for() -> None:
-    """Ids of every piece, tokenised by itself as hypic does, are those that models/task.py draws."""
-    from hypic.demo.run import _trained_model
-
-    folder = Path(_trained_model() or "")
-    world = task.World(folder)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    template = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(
-        (folder / "chat_template.jinja").read_text()
-    )
-
-    def ids(text: str) -> list[int]:
-        return list(tokenizer.encode(text).ids)
-
-    def asked(question: Question) -> list[int]:
-        attribute, name = (ids(f" {word}") for word in (question.attribute, question.name))
-        return [*world.ask, *attribute, world.of, *name, world.mark, *world.reply]
-
-    documents = load_documents()
-    for prompt in prompts(documents, QUESTIONS[2]):
-        turns = prompt._replace(before=[(QUESTIONS[0], "amber")])
-        text = template.render(messages=turns.messages(), add_generation_prompt=True)
-        head, tail = text.split("".join(prompt.documents))
-        assert ids(head) in world.heads
-        assert ids(tail) == [*asked(QUESTIONS[0]), *ids("amber"), world.end, *world.user, *asked(QUESTIONS[2])]
-    stated = {ids(f" {value}")[0] for value in facts(documents).values()}
-    assert stated <= set(world.values)
-    assert all(64 < len(ids(text)) < 300 for text in documents), "long enough to be segments"
-    for (attribute, name), value in facts(documents).items():
-        fact = ids(f" The {attribute} of {name} is {value}.")
-        assert len(fact) == 7 and fact[1] in {*world.fixed, *world.changing} and fact[3] in world.names
-
-
-def test_without_a_checkout_a_model_with_random_weights_is_served_and_said_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert demo_run._trained_model() == str(Path(__file__).parents[2] / "models" / "almanac")
-    monkeypatch.setattr("hypic.__file__", str(tmp_path / "site-packages" / "hypic" / "__init__.py"))
-    assert demo_run._trained_model() is None
-    said: list[str] = []
-    assert Path(demo_run._tiny_model(said.append)).name == "qwen35"
-    assert "random weights" in said[0]
 
 
 # ---------------------------------------------------------------------- the documents

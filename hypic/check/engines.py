@@ -51,12 +51,28 @@ def running_engine(model: str | Path, **kwargs: Any) -> Iterator[Any]:
 def _engine_class(env: Mapping[str, str], spawn: bool) -> Any:
     from sglang.srt.entrypoints.engine import Engine
 
+    managers: list[Any] = []
+
+    def init_tokenizer_manager(*args: Any) -> Any:
+        made = Engine.init_tokenizer_manager_func(*args)
+        managers.append(made[0])
+        return made
+
     class CpuEngine(Engine):
         tokenizer_manager: Any
+        init_tokenizer_manager_func = staticmethod(init_tokenizer_manager)
 
         if not spawn:
             run_scheduler_process_func = staticmethod(in_env(env, "run_scheduler_process"))
             run_detokenizer_process_func = staticmethod(in_env(env, "run_detokenizer_process"))
+
+        def __init__(self, **kwargs: Any) -> None:
+            try:
+                super().__init__(**kwargs)
+            except BaseException:
+                for manager in managers:  # it is made before the model is loaded
+                    _close(manager)
+                raise
 
         @classmethod
         def _launch_scheduler_processes(cls, *args: Any, **kwargs: Any) -> Any:
@@ -81,9 +97,16 @@ def _engine_class(env: Mapping[str, str], spawn: bool) -> Any:
             for process in watchdog._processes:
                 process.kill()
                 process.join()
+            _close(manager)
             self.send_to_rpc.close(linger=0)
 
     return CpuEngine
+
+
+def _close(manager: Any) -> None:
+    """Collected in one cycle with its context, a socket may be closed behind it, which waits for it for ever."""
+    for connection in (manager.recv_from_detokenizer, manager.send_to_scheduler):
+        connection.close(linger=0)
 
 
 @contextmanager

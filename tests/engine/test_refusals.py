@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import os
 from collections import Counter
@@ -161,9 +162,19 @@ def why_it_died(model: Path, folder: Path, config: HypicConfig, **flags: Any) ->
     logging = {"version": 1, "handlers": {"file": file}, "root": {"handlers": ["file"], "level": "ERROR"}}
     (folder / "logging.json").write_text(json.dumps(logging | {"disable_existing_loggers": False}))
     env = config.to_env() | {"SGLANG_LOGGING_CONFIG_PATH": str(folder / "logging.json")}
+    before = list(map(id, tokenizer_managers()))
     with pytest.raises(RuntimeError, match="died during initialization"):
         running_engine(model, env=env, **flags).__enter__()
+    # Open, they would wait for each other when they are collected, in whatever test that is.
+    made = [m for m in tokenizer_managers() if id(m) not in before]
+    assert all(m.recv_from_detokenizer.closed and m.send_to_scheduler.closed for m in made) and made
     return (folder / "log").read_text()
+
+
+def tokenizer_managers() -> list[Any]:
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    return [o for o in gc.get_objects() if type(o) is TokenizerManager]
 
 
 def test_windows_that_only_the_layers_know_are_refused(

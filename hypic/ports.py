@@ -18,7 +18,9 @@ def free_ports(n: int) -> list[int]:
     They are below SGLang's defaults and below those that the system gives to connections by itself, which could take one before
     it is bound.
     """
-    systems = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    systems = _SGLANGS
+    with contextlib.suppress(FileNotFoundError):  # not on Linux
+        systems = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     ports: list[int] = []
     for port in random.SystemRandom().sample(range(_FIRST, max(min(systems, _SGLANGS), _FIRST + 1000)), k=1000):
         if len(ports) == n:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -47,6 +48,18 @@ def end(processes: Sequence[subprocess.Popen[Any]], seconds: float = STOP_SECOND
                 except psutil.NoSuchProcess:
                     continue
             process.wait()
+
+
+def end_group(leader: subprocess.Popen[Any], seconds: float) -> None:
+    """SIGTERM to a process that was started in a session of its own; then SIGKILL to all of its group that are left."""
+    try:
+        leader.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            leader.wait(seconds)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(leader.pid, signal.SIGKILL)
+        leader.wait()
 
 
 def _leave(number: int, _: object) -> None:

@@ -8,12 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from hypic.demo import DemoError
 from hypic.demo.client import Client
-from hypic.processes import terminable
+from hypic.processes import end_group, terminable
 
 START_SECONDS = 300.0
 """Ready within 30 s on two idle cores; a busy machine may take several times as long."""
@@ -66,14 +66,7 @@ class Server:
 
     def stop(self) -> None:
         """End the process and all that it started: asked first, then killed."""
-        try:
-            self._process.send_signal(signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(STOP_SECONDS)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        end_group(self._process, STOP_SECONDS)
 
     def _tail(self) -> str:
         lines = self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:]

@@ -11,7 +11,7 @@ from hypic.config import artifact_dtypes
 from hypic.engine.families import family, family_of_backend, known_families
 from hypic.engine.latent import backend_problem
 from hypic.engine.relocation import CannotRelocate, Rotary, find_rotary
-from hypic.engine.support import SLIDING_WINDOWS, Unsupported, cannot_serve
+from hypic.engine.support import SLIDING_WINDOWS, Unsupported, cannot_serve, check_state_dtype
 
 
 def read_layout(model_runner: Any, state_dtype: str) -> ArtifactLayout:
@@ -35,9 +35,8 @@ def _linear_shape(model_runner: Any, backend: Any, setting: str) -> LinearShape 
     pool = model_runner.req_to_token_pool
     if pool.mamba_ckpt_pool is not None:
         raise Unsupported("int8 state checkpoints: rounding in the radix tree is not proven")
+    check_state_dtype(setting, _name(model_runner.dtype))
     state_dtype, operator_dtype = artifact_dtypes(setting, _name(model_runner.dtype))
-    if state_dtype != "float32" and model_runner.dtype == torch.float32:
-        raise Unsupported(f"--hypic-state-dtype {setting} with a model in float32: leave it out, or serve in bfloat16")
     cache = pool.mamba_pool.mamba_cache
     try:
         shape = found.shape(

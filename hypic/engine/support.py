@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from hypic.config import HypicConfig
+from hypic.config import HypicConfig, artifact_dtypes
 from hypic.method import parse_methods
 
 
@@ -105,13 +105,15 @@ def check_methods(config: HypicConfig, hybrid: bool) -> None:
         )
 
 
+def check_state_dtype(setting: str, model: str) -> None:
+    """Raise Unsupported if artifacts of a model in float32 would be kept in less."""
+    if model == "float32" and artifact_dtypes(setting, model)[0] != "float32":
+        raise Unsupported(f"--hypic-state-dtype {setting} with a model in float32: leave it out, or serve in bfloat16")
+
+
 def check_server_args(args: Any, config: HypicConfig) -> None:
     """Raise Unsupported naming every flag that does not go with hypic, with its reason."""
-    state_dtype = config.state_dtype
-    if state_dtype in ("bfloat16", "int8") and args.dtype == "float32":
-        raise Unsupported(
-            f"--hypic-state-dtype {state_dtype} with a model in float32: leave it out, or serve in bfloat16"
-        )
+    check_state_dtype(config.state_dtype, args.dtype)
     if config.router:
         if args.tp_size > 1 and not config.data.startswith("ipc://"):
             raise Unsupported("--hypic-data with --tp-size > 1: write ipc:///PATH, ranks speak to each other beside it")

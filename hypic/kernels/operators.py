@@ -65,16 +65,23 @@ def triton_operator(dtype: torch.dtype) -> Any:
 
 
 @jit
+def _int8_places(at, hv, r, d, HV: tl.constexpr, DK: tl.constexpr):
+    """Pointers to scales and to the diagonal [rows], and to the rows [rows, columns], as _int8_views has them."""
+    scale = at.to(tl.pointer_type(tl.float32)) + hv * DK + r
+    rows = at.to(tl.pointer_type(tl.int8)) + 2 * 4 * HV * DK + (hv * DK + r[:, None]) * DK + d[None, :]
+    return scale, scale + HV * DK, rows
+
+
+@jit
 def load_operator(at, hv, r, d, ok, HV: tl.constexpr, DK: tl.constexpr, OPERATOR: tl.constexpr):
     """Rows r and columns d, where ok, else 0, of head hv's T in fp32; `at`: pointer to bytes where the layer's T starts."""
-    inner = (hv * DK + r[:, None]) * DK + d[None, :]
     if tl.int8 == OPERATOR:
-        of_row = at.to(tl.pointer_type(tl.float32)) + hv * DK + r
-        scale = tl.load(of_row, mask=r < DK, other=0.0)
-        diagonal = tl.load(of_row + HV * DK, mask=r < DK, other=0.0)
-        rows_at = at.to(tl.pointer_type(tl.int8)) + 2 * 4 * HV * DK + inner
+        scale_at, diagonal_at, rows_at = _int8_places(at, hv, r, d, HV, DK)
+        scale = tl.load(scale_at, mask=r < DK, other=0.0)
+        diagonal = tl.load(diagonal_at, mask=r < DK, other=0.0)
         t = tl.load(rows_at, mask=ok, other=0).to(tl.float32) * scale[:, None]
         return tl.where(ok, tl.where(r[:, None] == d[None, :], diagonal[:, None], t), 0.0)
+    inner = (hv * DK + r[:, None]) * DK + d[None, :]
     return tl.load(at.to(tl.pointer_type(OPERATOR)) + inner, mask=ok, other=0.0).to(tl.float32)
 
 
@@ -84,31 +91,28 @@ def apply_operator(
 ):
     """h T + plus for all of head hv's T, fp32 [rows, len(d)]; `d`: 0 to the power of two behind DK; `at`: as above."""
     ok = (d < DK)[:, None] & (d < DK)[None, :]
-    inner = (hv * DK + d[:, None]) * DK + d[None, :]
     if tl.int8 == OPERATOR:  # scales go to h's columns: the matrix stays in 8 bits until it is an operand
-        of_row = at.to(tl.pointer_type(tl.float32)) + hv * DK + d
-        scale = tl.load(of_row, mask=d < DK, other=0.0)
-        diagonal = tl.load(of_row + HV * DK, mask=d < DK, other=0.0)
-        t = tl.load(at.to(tl.pointer_type(tl.int8)) + 2 * 4 * HV * DK + inner, mask=ok, other=0).to(tl.float32)
+        scale_at, diagonal_at, rows_at = _int8_places(at, hv, d, d, HV, DK)
+        scale = tl.load(scale_at, mask=d < DK, other=0.0)
+        diagonal = tl.load(diagonal_at, mask=d < DK, other=0.0)
+        t = tl.load(rows_at, mask=ok, other=0).to(tl.float32)
         return tl.dot(h * scale[None, :], t, plus, input_precision=PRECISION) + h * diagonal[None, :]
-    t = tl.load(at.to(tl.pointer_type(OPERATOR)) + inner, mask=ok, other=0.0).to(tl.float32)
-    return tl.dot(h, t, plus, input_precision=PRECISION)
+    return tl.dot(h, load_operator(at, hv, d, d, ok, HV, DK, OPERATOR), plus, input_precision=PRECISION)
 
 
 @jit
 def store_operator(t, at, hv, r, d, ok, HV: tl.constexpr, DK: tl.constexpr, OPERATOR: tl.constexpr):
     """Store whole rows r of head hv's T, as load_operator reads them: fp32 [rows, >= DK] with zeros from DK on."""
-    inner = (hv * DK + r[:, None]) * DK + d[None, :]
     if tl.int8 == OPERATOR:
         on_diagonal = r[:, None] == d[None, :]
         beside = tl.where(on_diagonal, 0.0, t)
         # A maximum may pass over a NaN; a sum does not, and as a scale it makes the whole row one.
         scale = tl.max(tl.abs(beside), 1) / _LARGEST_TL + 0.0 * tl.sum(t, 1)
         scaled = beside * tl.where(scale > 0, 1.0 / scale, 0.0)[:, None]
-        of_row = at.to(tl.pointer_type(tl.float32)) + hv * DK + r
-        tl.store(of_row, scale, mask=r < DK)
-        tl.store(of_row + HV * DK, tl.sum(tl.where(on_diagonal, t, 0.0), 1), mask=r < DK)
-        rows_at = at.to(tl.pointer_type(tl.int8)) + 2 * 4 * HV * DK + inner
+        scale_at, diagonal_at, rows_at = _int8_places(at, hv, r, d, HV, DK)
+        tl.store(scale_at, scale, mask=r < DK)
+        tl.store(diagonal_at, tl.sum(tl.where(on_diagonal, t, 0.0), 1), mask=r < DK)
         tl.store(rows_at, tl.floor(scaled + 0.5).to(tl.int8), mask=ok)
     else:
+        inner = (hv * DK + r[:, None]) * DK + d[None, :]
         tl.store(at.to(tl.pointer_type(OPERATOR)) + inner, t.to(OPERATOR), mask=ok)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +23,7 @@ from hypic.commands.serve import flag_value
 from hypic.config import STOCK, HypicConfig
 from hypic.platform_cpu import CPU_MODE
 from hypic.platform_cpu.defaults import set_environment
+from hypic.processes import end_group
 from hypic.traces.child import PROGRESS, RESULT, Order, Progress
 from hypic.traces.engines import read_engine
 from hypic.traces.format import TraceRequest, write
@@ -160,14 +159,7 @@ def _engine(
 
 def _kill(child: subprocess.Popen[str]) -> None:
     """End the child and the processes of its engine; servers that it started it ends itself, as they may hold GPUs."""
-    if child.poll() is None:
-        child.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(END_SECONDS)
-    try:
-        os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+    end_group(child, END_SECONDS)
 
 
 def replay_url(

@@ -22,7 +22,7 @@ from tests.cluster.launched import Cluster, Worker
 from tests.server import requests
 from tests.server.naming import Names, chat, named, report_of
 from tests.server.requests import REPORT
-from tests.server.serving import CHAT, COMPLETIONS, GENERATE, MARK, TextWriter
+from tests.server.serving import CHAT, COMPLETIONS, FLUSH, GENERATE, MARK, TextWriter
 
 
 def overlap(timeline: dict[str, Any]) -> bool:
@@ -65,7 +65,7 @@ def test_a_cold_prompt_is_split_and_answered_as_by_one_worker(cluster: Cluster, 
         raise AssertionError(f"never side by side, as far as the cores go round: {timeline}")
     alone = next(name for name in at_work if name != combine)
     worker = cluster.worker(alone)
-    assert worker.http.post("/flush_cache").status_code == 200
+    assert worker.http.post(FLUSH).status_code == 200
     by_one = worker.ask(GENERATE, asked)
     assert {s["outcome"] for s in segments(by_one["meta_info"])} == {"compiled"}
     same_answer(answer, by_one)
@@ -289,7 +289,7 @@ def test_what_the_endpoint_says_of_itself(cluster: Cluster, write: Writer) -> No
         assert worker["state"] == "alive" and worker["restarts"] == 0 and worker["arena_bytes"] == 16 << 20
     costs = cluster.snapshot()["costs"]
     assert costs["artifact_bytes"] > 0 and costs["forward_tokens"] > 0
-    assert cluster.http.post("/flush_cache").status_code == 200
+    assert cluster.http.post(FLUSH).status_code == 200
     cluster.wait(lambda: not any(w["artifacts"] for w in cluster.workers().values()), "flushed everywhere")
 
 

@@ -20,6 +20,8 @@ import psutil
 
 from hypic.ports import free_ports
 
+FLUSH = "/flush_cache?timeout=60"
+"""Once the scheduler is idle: it may still be at work on the last token when the client has it."""
 PATIENCE = 60.0
 """Seconds to wait for something that takes a moment on an idle machine."""
 START_PATIENCE = 240.0

@@ -9,7 +9,7 @@ import pytest
 from tests.cases.driving import Writer
 from tests.server import requests
 from tests.server.requests import CHAT, COMPLETIONS, GENERATE
-from tests.server.serving import Server, TextWriter
+from tests.server.serving import FLUSH, Server, TextWriter
 
 NOISE = 1e-4
 """Bound on logprobs in float32, as in docs/SEMANTICS.md."""
@@ -122,7 +122,7 @@ def test_19_logprobs_of_cold_and_warm_answers_agree(server: Server, write: Write
     for path, fields in wanted.items():
         question = Question(server, path, write, text)
         first = logprobs(path, question.ask(max_tokens=6, **fields))
-        server.ask("/flush_cache", {})
+        server.ask(FLUSH, {})
         cold = question.ask(max_tokens=6, **fields)
         assert [requests.outcomes(r) for r in requests.reports(path, cold)] == [["compiled", "compiled"]]
         for chosen, top in (first, logprobs(path, cold)):
@@ -139,7 +139,7 @@ def test_19_batch_of_texts(server: Server, text: TextWriter) -> None:
         (COMPLETIONS, "prompt", requests.openai(max_tokens=5)),
         (GENERATE, "text", {"sampling_params": requests.native(max_new_tokens=5)}),
     ):
-        server.ask("/flush_cache", {})
+        server.ask(FLUSH, {})
         batch = server.ask(path, {name: texts, "hypic": hypic, **params})
         assert [requests.outcomes(r) for r in requests.reports(path, batch)] == [
             ["compiled"],

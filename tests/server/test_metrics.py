@@ -13,7 +13,7 @@ from tests.cases.driving import PATIENCE, Document, Writer
 from tests.server import requests
 from tests.server.conftest import ARENA_BYTES
 from tests.server.requests import GENERATE, SEAM, native
-from tests.server.serving import Metrics, Server
+from tests.server.serving import FLUSH, Metrics, Server
 
 FIXED_BYTES = 3 * (2 * 4 * 32 * 32 * 4 + 256 * 3 * 4)
 """T and S of 4 heads of 32 x 32 and the conv window of 256 channels, in the 3 linear layers of the model."""
@@ -27,7 +27,7 @@ LONG = 3000
 @pytest.fixture
 def empty(server: Server) -> Server:
     """The server without artifacts."""
-    server.ask("/flush_cache", {})
+    server.ask(FLUSH, {})
     return server
 
 
@@ -129,7 +129,7 @@ def test_evictions_and_a_flush_show_in_the_arena(empty: Server, write: Writer) -
     assert after.since(before)["evictions_total"] == 1
     send(server, write, 5, second, 7)
     assert server.metrics().since(after)["segments_total{outcome=hit_device}"] == 1
-    server.ask("/flush_cache", {})
+    server.ask(FLUSH, {})
     send(server, write, 3)
     assert_arena(server.metrics(), [])
 

@@ -15,7 +15,7 @@ from tests.server import requests
 from tests.server.conftest import ARENA_BYTES, NAMED_BYTES
 from tests.server.naming import SEGMENTS, Names, chat, marked, named, report_of
 from tests.server.requests import CHAT, COMPLETIONS, GENERATE, MARK, REPORT, native, openai
-from tests.server.serving import PATIENCE, Server, TextWriter
+from tests.server.serving import FLUSH, PATIENCE, Server, TextWriter
 
 
 @pytest.fixture
@@ -408,7 +408,7 @@ def test_pins_leave_room_for_others(server: Server, names: Names, write: Writer)
 
 def test_flush_cache_drops_artifacts_and_keeps_ids_and_pins(server: Server, names: Names, write: Writer) -> None:
     pinned, other = names.register(write.tokens(70), pin=True)[0], names.register(write.tokens(80))[0]
-    server.ask("/flush_cache", {})
+    server.ask(FLUSH, {})
     found = [names.get(one["id"]) for one in (pinned, other)]
     assert [(f["status"], f["pinned"]) for f in found] == [("absent", True), ("absent", False)]
     body = {"input_ids": write.tokens(9), "extra_key": names.tenant, "sampling_params": native()}

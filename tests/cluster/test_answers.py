@@ -17,7 +17,7 @@ from hypic.check.session import Prompt, distance
 from hypic.check.workers import Endpoint, check_p3_across
 from hypic.config import HypicConfig
 from tests.cases.driving import Writer
-from tests.cluster.asking import ANEW, drained, generate, long_prompt, pinned, same_answer, segments
+from tests.cluster.asking import ANEW, ask_several, drained, generate, long_prompt, pinned, same_answer, segments
 from tests.cluster.launched import Cluster, Worker
 from tests.server import requests
 from tests.server.naming import Names, chat, named, report_of
@@ -212,12 +212,14 @@ def test_methods_of_the_clients_choice(cluster: Cluster, names: Names, text: Tex
     report = report_of(cluster.ask(CHAT, body))
     assert (report["method"], report["seam_window"]) == ("seam-24", 24)
     assert requests.outcomes(report) == ["hit_device"], "where its name was compiled"
-    prompt = long_prompt(write)
-    asked = generate(prompt)
-    asked["hypic"]["method"] = "seam-24"
-    answer = cluster.ask(GENERATE, asked)
-    spread = segments(answer["meta_info"])
-    assert len({s["worker"] for s in spread}) > 1 and "received" in {s["outcome"] for s in spread} <= ANEW
+
+    def by_method(prompt: Prompt) -> dict[str, Any]:
+        asked = generate(prompt)
+        asked["hypic"]["method"] = "seam-24"
+        return asked
+
+    prompt, answer = ask_several(cluster, write, lambda p: cluster.ask(GENERATE, by_method(p)))
+    asked = by_method(prompt)
     combine = cluster.worker(answer["meta_info"]["hypic"]["router"]["worker"])
     other = combine.ask(GENERATE, generate(prompt))
     assert {s["outcome"] for s in segments(other["meta_info"])} == {"compiled"}, "the default's are others"
@@ -238,18 +240,22 @@ def test_adapters_are_those_of_all_workers(
 ) -> None:
     """CASES 16: loaded and unloaded everywhere or nowhere. Workers compile for each other under it: the answer is that of one
     worker, and never made of artifacts of the base model, nor of a namesake's that was there before."""
-    prompt = long_prompt(write)
-    base, before = cluster.ask(GENERATE, generate(prompt)), cluster.metrics()
+    before = cluster.metrics()
     reply = cluster.post("/load_lora_adapter", {"lora_name": "a", "lora_path": "/nowhere"})
     assert reply.status == 400 and "w0: " in str(reply.body) and "w2: " in str(reply.body)
     loaded = cluster.ask("/load_lora_adapter", {"lora_name": "a", "lora_path": str(adapter)})
     assert loaded["success"] and list(loaded["loaded_adapters"]) == ["a"]
-    asked = generate(prompt, lora_path="a")
+    bases = []
+
+    def with_adapter(prompt: Prompt) -> dict[str, Any]:
+        bases.append(cluster.ask(GENERATE, generate(prompt)))  # whose artifacts are there, then
+        answer: dict[str, Any] = cluster.ask(GENERATE, generate(prompt, lora_path="a"))
+        return answer
+
     try:
-        answer = cluster.ask(GENERATE, asked)
-        spread = segments(answer["meta_info"])
-        assert len({s["worker"] for s in spread}) > 1 and "received" in {s["outcome"] for s in spread} <= ANEW
-        assert answer["output_ids"] != base["output_ids"]
+        prompt, answer = ask_several(cluster, write, with_adapter)
+        asked = generate(prompt, lora_path="a")
+        assert answer["output_ids"] != bases[-1]["output_ids"]
         cluster.http.post("/flush_cache", params={"timeout": 10}).raise_for_status()
         for name in cluster.alive():
             alone = cluster.worker(name).ask(GENERATE, asked)

@@ -17,6 +17,8 @@ rm -rf "$site"
 mkdir -p "$site" "$out/wheels" "$out/kernels"
 fetch "$out/wheels" -r "$(dirname "$0")/site.txt"
 fetch "$out/kernels" sglang-kernel==0.4.5
+# Its index has no wheel of it, only its source.
+python3 -m pip wheel -q --no-deps -w "$out/wheels" rouge-score==0.1.2
 cd "$site"
 for wheel in "$out"/wheels/*.whl; do unzip -q -o "$wheel"; done
 # Of the kernels only what Hopper loads at import: FA3 alone is 1.1 GB.
@@ -27,7 +29,7 @@ rm -rf sglang/multimodal_gen sglang/test sglang/srt/server/_core*.so sglang/srt/
 find . -name '*.so*' -size +300k ! -path './sgl_kernel/*' -exec strip --strip-unneeded {} \;
 # SGLang imports these two and never calls them when it serves text.
 mkdir -p IPython soundfile
-: > IPython/__init__.py
+printf 'version_info = (9, 0)\ndef get_ipython(): return None\n' > IPython/__init__.py
 printf 'def HTML(x=None, *a, **k): return x\ndef display(*a, **k): return None\n' > IPython/display.py
 printf 'def __getattr__(n):\n    raise AttributeError(n) if n.startswith("__") else ImportError("soundfile is a stub here")\n' \
   > soundfile/__init__.py

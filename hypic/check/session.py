@@ -26,7 +26,7 @@ from hypic.platform_cpu import CPU_MODE
 from hypic.report import BOUGHT, HITS, Report
 
 ANSWER_TIMEOUT = 600.0
-"""Seconds after which a request is lost: a busy laptop needs a few, a GPU minutes, where kernels for Mamba2 are compiled and tuned first."""
+"""Seconds after which a request is lost: a busy laptop needs a few, a GPU minutes while Mamba2's kernels are tuned."""
 
 _WATCHED_IN_FULL = 4096
 _WATCHED_SAMPLE = 1024

@@ -13,6 +13,9 @@ Impl = Literal["torch", "triton"]
 BLOB_ALIGN = 16
 """Blob offsets are multiples of this many bytes, so that kernels read them in wide loads."""
 
+_PAIR = 2
+"""Vectors of plans begin at multiples of so many int64, which is what Triton takes for aligned."""
+
 IntVector = Sequence[int] | np.ndarray | Tensor
 
 
@@ -39,7 +42,8 @@ def blob_view(arena: Tensor, offset: int, shape: Sequence[int], dtype: torch.dty
 def to_device(vectors: Mapping[str, IntVector], device: torch.device | str) -> dict[str, Tensor]:
     """Integer vectors as int64 tensors on ``device``: all host ones travel in one asynchronous copy.
 
-    Tensors that already are on the device are only cast. Nothing here waits for the device.
+    Tensors that already are on the device are only cast. Nothing here waits for the device. Each begins at a multiple of 16
+    bytes, since Triton compiles a kernel anew (half a second) for each combination of arguments that do and do not.
     """
     device = torch.device(device)
     out: dict[str, Tensor] = {}
@@ -49,13 +53,15 @@ def to_device(vectors: Mapping[str, IntVector], device: torch.device | str) -> d
             out[name] = vector.to(device=device, dtype=torch.int64, non_blocking=True)
         else:
             host[name] = np.asarray(vector, dtype=np.int64)
-    packed = torch.from_numpy(np.concatenate([v.ravel() for v in host.values()] or [np.empty(0, np.int64)]))
+    starts = np.cumsum([0, *(v.size + v.size % _PAIR for v in host.values())])
+    buffer = np.zeros(starts[-1], np.int64)
+    for start, array in zip(starts, host.values(), strict=False):
+        buffer[start : start + array.size] = array.ravel()
+    packed = torch.from_numpy(buffer)
     if device.type == "cuda":
         packed = packed.pin_memory().to(device, non_blocking=True)
-    start = 0
-    for name, array in host.items():
+    for start, (name, array) in zip(starts, host.items(), strict=False):
         out[name] = packed[start : start + array.size].view(array.shape)
-        start += array.size
     return out
 
 

@@ -16,12 +16,20 @@ try:
 
     INTERPRETED = bool(triton.knobs.runtime.interpret)
     jit, constexpr = triton.jit, tl.constexpr
+
+    def jit_counts(*names: str) -> Any:
+        """``jit`` for a kernel whose integers ``names`` change with every batch: it is compiled once for all their values."""
+        return triton.jit(do_not_specialize=list(names))
+
 except ImportError:
     triton = tl = None
     INTERPRETED = False
 
     def jit(fn: Any) -> Any:
         return fn
+
+    def jit_counts(*_: str) -> Any:
+        return jit
 
     def constexpr(value: Any) -> Any:
         return value

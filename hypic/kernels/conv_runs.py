@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hypic.kernels._common import blob_view
-from hypic.kernels._triton import block, constexpr, jit, require_triton, tl
+from hypic.kernels._triton import block, constexpr, jit, jit_counts, require_triton, tl
 from hypic.kernels.chain_plans import ARTIFACT, NO_ARTIFACT, POOL, TOKEN, ChainItem, Runs
 
 _TOKEN, _POOL, _ARTIFACT = constexpr(TOKEN), constexpr(POOL), constexpr(ARTIFACT)
@@ -183,7 +183,7 @@ def convolve_tile(
     return y
 
 
-@jit
+@jit_counts("total")
 def _convolve_kernel(
     x,
     conv_weight,

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hypic.kernels._triton import block, constexpr, jit, require_triton, tl
+from hypic.kernels._triton import block, constexpr, jit, jit_counts, require_triton, tl
 from hypic.kernels.chain_plans import Runs
 from hypic.kernels.conv_runs import check_conv, convolve_tile
 
@@ -196,7 +196,7 @@ def gate(a, dt_bias, A_log):
     return -tl.exp(A_log) * softplus
 
 
-@jit
+@jit_counts("total")
 def _inputs_kernel(
     x,
     a,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hypic.kernels._common import BLOB_ALIGN, Impl, IntVector, blob_view, pick_impl, to_device
-from hypic.kernels._triton import block, jit, require_triton, tl
+from hypic.kernels._triton import block, jit_counts, require_triton, tl
 
 
 class InteriorLists(NamedTuple):
@@ -293,7 +293,7 @@ def _move_triton(
     )
 
 
-@jit
+@jit_counts("total")
 def _move_kernel(
     arena,
     first_pool,

@@ -127,12 +127,12 @@ class HypicConfig(msgspec.Struct, frozen=True, kw_only=True):
 def artifact_dtypes(setting: str, model: str) -> tuple[str, str]:
     """The types of S and of a dense T for the setting and the model's type.
 
-    "auto" takes float32 for float32, else bfloat16; "int8" is for T, in rows with a scale each, beside S in bfloat16.
+    "auto" takes float32 for float32, else int8; that is for T, in rows with a scale each, beside S in bfloat16.
     Rounding both to bfloat16 (u = 2^-8) changes a join h T + S by at most u (|h T| + |S|). T is a product of contractions, so
     errors of earlier joins do not grow: after n joins they add up to at most u times the sum of those norms (docs/SEMANTICS.md).
     """
     if setting == "auto":
-        setting = "float32" if model == "float32" else "bfloat16"
+        setting = "float32" if model == "float32" else "int8"
     return ("bfloat16", "int8") if setting == "int8" else (setting, setting)
 
 

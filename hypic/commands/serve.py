@@ -88,7 +88,7 @@ def serve(
             "--hypic-state-dtype",
             metavar="TYPE",
             help="Type of the linear layers' part of artifacts: float32, bfloat16, int8 (T in int8, S in bfloat16), or auto: "
-            "bfloat16 unless the model is in float32. Default auto.",
+            "int8 unless the model is in float32. Default auto.",
             rich_help_panel=_PANEL,
         ),
     ] = None,

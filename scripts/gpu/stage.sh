@@ -6,8 +6,8 @@
 #           of models/almanac
 #   families  the self-check in bf16 on a tiny model of each kind of layers, several at a time (CHECKS; FAMILIES, names of tiny models;
 #           JOBS at once); MODEL_DIR may be anything
-#   ttft    hypic beside stock SGLang: cold, prefix hit, warm, turn, several at once; kernels; hypic once more with T in int8
-#   speed   the same without several at once and int8, under the flags that MODEL_DIR's family needs (docs/BENCHMARKS.md, Families);
+#   ttft    hypic beside stock SGLang: cold, prefix hit, warm, turn, several at once; kernels; hypic once more with T in bfloat16
+#   speed   the same without several at once and bfloat16, under the flags that MODEL_DIR's family needs (docs/BENCHMARKS.md, Families);
 #           ATTENTION and PREFILL_GRAPH override the attention backend and how prefills are captured
 #   scale   warm links of 4 to 128 segments of 512 to 16,384 tokens
 #   scatter cold prompts on 1 to N workers behind a router, one GPU each: 32k and 100k, equal and uneven, LPT and round robin, and stock
@@ -97,8 +97,8 @@ case $stage in
     shape+=("${flashinfer[@]}" "$@" --hypic-memory 24GiB)
     more=(--suites kernels,ttft,concurrency --together 1,2,4 --reps 9 --context-length 65536 --out "$out")
     bench | tee "$out/bench.log"
-    more=(--suites kernels,ttft --engines hypic --hypic-state-dtype int8 --context-length 65536 --out "$out/int8")
-    bench | tee "$out/int8.log"
+    more=(--suites kernels,ttft --engines hypic --hypic-state-dtype bfloat16 --context-length 65536 --out "$out/bfloat16")
+    bench | tee "$out/bfloat16.log"
     ;;
   speed)
     family_flags "$(model_type "$model")"

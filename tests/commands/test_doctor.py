@@ -172,29 +172,32 @@ def test_tiny_models_are_supported(name: str, tiny_model: Callable[[str], Path])
 SHAPES = Path(__file__).parents[2] / "models" / "shapes"
 FAMILIES, BENCHMARKS = ((SHAPES.parents[1] / "docs" / page).read_text() for page in ("FAMILIES.md", "BENCHMARKS.md"))
 
+DENSE = 128**2 + 2 * 128 * 4
+"""Bytes of one head's T: int8, and the scale and diagonal entry of each row in float32."""
+
 
 @pytest.mark.parametrize(
     ("shape", "ranks", "transition", "state", "token"),
     [
         ("nemotron-3-nano-30b-a3b", 1, 23 * 64 * 4, 23 * 64 * 64 * 128 * 2, 6 * 2 * 2 * 128 * 2),
         ("granite-4.0-h-small", 1, 36 * 128 * 4, 36 * 128 * 64 * 128 * 2, 4 * 2 * 8 * 128 * 2),
-        ("kimi-linear-48b-a3b", 1, 20 * 32 * 128**2 * 2, 20 * 32 * 128**2 * 2, 7 * (512 + 64) * 2),
+        ("kimi-linear-48b-a3b", 1, 20 * 32 * DENSE, 20 * 32 * 128**2 * 2, 7 * (512 + 64) * 2),
         ("ring-mini-linear-2.0", 1, 16 * 16 * 4, 16 * 16 * 128 * 128 * 2, 4 * 2 * 4 * 128 * 2),
         ("ring-2.5-1t", 1, 70 * 64 * 4, 70 * 64 * 128**2 * 2, 10 * (512 + 64) * 2),
         ("ring-2.5-1t", 8, 70 * 8 * 4, 70 * 8 * 128**2 * 2, 10 * (512 + 64) * 2),
         ("minimax-m1", 8, 70 * 8 * 4, 70 * 8 * 128**2 * 2, 10 * 2 * 1 * 128 * 2),
-        ("qwen3.5-35b-a3b", 1, 30 * 32 * 128**2 * 2, 30 * 32 * 128**2 * 2, 10 * 2 * 2 * 256 * 2),
-        ("qwen3.5-122b-a10b", 1, 36 * 64 * 128**2 * 2, 36 * 64 * 128**2 * 2, 12 * 2 * 2 * 256 * 2),
-        ("qwen3.5-122b-a10b", 4, 36 * 16 * 128**2 * 2, 36 * 16 * 128**2 * 2, 12 * 2 * 1 * 256 * 2),
-        ("qwen3.5-122b-a10b", 8, 36 * 8 * 128**2 * 2, 36 * 8 * 128**2 * 2, 12 * 2 * 1 * 256 * 2),
-        ("qwen3.5-397b-a17b", 4, 45 * 16 * 128**2 * 2, 45 * 16 * 128**2 * 2, 15 * 2 * 1 * 256 * 2),
-        ("qwen3.5-397b-a17b", 8, 45 * 8 * 128**2 * 2, 45 * 8 * 128**2 * 2, 15 * 2 * 1 * 256 * 2),
+        ("qwen3.5-35b-a3b", 1, 30 * 32 * DENSE, 30 * 32 * 128**2 * 2, 10 * 2 * 2 * 256 * 2),
+        ("qwen3.5-122b-a10b", 1, 36 * 64 * DENSE, 36 * 64 * 128**2 * 2, 12 * 2 * 2 * 256 * 2),
+        ("qwen3.5-122b-a10b", 4, 36 * 16 * DENSE, 36 * 16 * 128**2 * 2, 12 * 2 * 1 * 256 * 2),
+        ("qwen3.5-122b-a10b", 8, 36 * 8 * DENSE, 36 * 8 * 128**2 * 2, 12 * 2 * 1 * 256 * 2),
+        ("qwen3.5-397b-a17b", 4, 45 * 16 * DENSE, 45 * 16 * 128**2 * 2, 15 * 2 * 1 * 256 * 2),
+        ("qwen3.5-397b-a17b", 8, 45 * 8 * DENSE, 45 * 8 * 128**2 * 2, 15 * 2 * 1 * 256 * 2),
     ],
 )
 def test_artifacts_of_published_shapes(
     shape: str, ranks: int, transition: int, state: int, token: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The table of docs/FAMILIES.md. T of Mamba2 and Lightning is one number per head, GDN's as large as S; a rank holds its
+    """The table of docs/FAMILIES.md. T of Mamba2 and Lightning is one number per head, GDN's a matrix; a rank holds its
     heads' share, at least one KV head, and all of a latent."""
     monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "bfloat16")  # as `hypic doctor` sets it by the model's type
     model = examine(SHAPES / shape, "--dtype", "bfloat16", "--tp-size", str(ranks), memory=8 << 30)
